@@ -1,0 +1,173 @@
+package recovery
+
+import (
+	"context"
+	"fmt"
+)
+
+// The audit compares what this worker runs with what Redis says that it runs. Every beat brings three figures, at no cost; only
+// if they can't be right are the leases themselves looked at.
+//
+//	lanes    a lane's last number went backwards: a failover lost writes that we had been told of
+//	leases   the size of the index is outside of what the tally allows, twice in a row
+//	records  fewer records than leases
+//
+// What is under way at that moment is left alone: a lease that is being tracked or finished is neither missing nor a stray.
+func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer []int64, acked [laneCount]uint64, before, after tally) error {
+	leases, records, lanes := answer[1], answer[2], answer[3:]
+	if plausible(before, after, leases) && records >= leases {
+		h.odd = 0
+	} else {
+		h.odd++
+	}
+	for i, last := range lanes {
+		if uint64(last) < acked[i] {
+			h.auditDue = true
+			inc.soil(i)
+		}
+	}
+	if h.odd < 2 && !h.auditDue {
+		return nil
+	}
+	return h.auditOnce(ctx, inc)
+}
+
+// auditOnce makes Redis and this worker agree, both ways.
+func (h *heartbeater) auditOnce(ctx context.Context, inc *incarnation) error {
+	h.auditDue = true // until it has succeeded
+	leases := inc.active()
+	places, err := h.places(ctx, inc, leases)
+	if err != nil {
+		return fmt.Errorf("audit of worker %q: %w", inc.id, err)
+	}
+	info := RepairedInfo{Worker: inc.id}
+	var missing []*Lease
+	for i, l := range leases {
+		switch places[i] {
+		case placeClaimed, placeHanded:
+			if l.lose() {
+				info.Lost++
+			}
+		case placeUnknown, placeNoRecord:
+			missing = append(missing, l)
+		}
+	}
+	if info.Tracked, err = h.trackAgain(inc, missing); err != nil {
+		return fmt.Errorf("audit of worker %q: track again: %w", inc.id, err)
+	}
+	if info.Removed, err = h.removeStrays(ctx, inc); err != nil {
+		return fmt.Errorf("audit of worker %q: remove strays: %w", inc.id, err)
+	}
+	h.odd, h.auditDue = 0, false
+	if mended := info.Tracked + info.Removed + info.Lost; mended > 0 {
+		h.r.counts.repaired.Add(uint64(mended))
+		h.r.log.Warn("recovery: repaired by audit", "worker", inc.id, "tracked", info.Tracked, "removed", info.Removed, "lost", info.Lost)
+		emit(h.r.log, h.r.cfg.Events.Repaired, info)
+	}
+	return nil
+}
+
+const auditPage = 500
+
+// places asks where leases are, page by page.
+func (h *heartbeater) places(ctx context.Context, inc *incarnation, leases []*Lease) ([]int64, error) {
+	all := make([]int64, 0, len(leases))
+	for len(leases) > 0 {
+		page := leases[:min(auditPage, len(leases))]
+		leases = leases[len(page):]
+		_, places, err := h.r.where(ctx, inc, members(page))
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, places...)
+	}
+	return all, nil
+}
+
+// where asks Redis for the session's state and the place of each lease.
+func (r *Recoverer) where(ctx context.Context, inc *incarnation, members []string) (session int64, places []int64, err error) {
+	keys := []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs, inc.keys.claims, inc.keys.handed}
+	args := make([]any, len(members))
+	for i, m := range members {
+		args[i] = m
+	}
+	answer, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) ([]int64, error) {
+		return ints(ctx, r.rdb, whereScript, keys, args...)
+	})
+	if err == nil && len(answer) != 1+len(members) {
+		err = fmt.Errorf("script answered %d values, not %d", len(answer), 1+len(members))
+	}
+	if err != nil {
+		return 0, nil, fmt.Errorf("ask for %d leases of worker %q: %w", len(members), inc.id, err)
+	}
+	return answer[0], answer[1:], nil
+}
+
+// trackAgain writes leases that Redis lost. Done waits for it, lease by lease, so that it can't bring back what is finished.
+func (h *heartbeater) trackAgain(inc *incarnation, leases []*Lease) (int, error) {
+	tracked := 0
+	for len(leases) > 0 {
+		page := leases[:min(batchOps/2, len(leases))]
+		leases = leases[len(page):]
+		o := newOp(opRetrack)
+		for _, l := range page {
+			if l.hold(o) {
+				o.leases = append(o.leases, l)
+				o.bytes += len(l.record)
+			}
+		}
+		if len(o.leases) == 0 {
+			continue
+		}
+		inc.submit(o)
+		<-o.settled
+		for _, l := range o.leases {
+			l.unhold()
+		}
+		if o.err != nil {
+			return tracked, o.err
+		}
+		tracked += len(o.leases)
+	}
+	return tracked, nil
+}
+
+// hold marks a running lease as being tracked again by o.
+func (l *Lease) hold(o *op) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.state != leaseActive || l.again != nil {
+		return false
+	}
+	l.again = o
+	return true
+}
+
+func (l *Lease) unhold() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.again = nil
+}
+
+// removeStrays removes index entries that this worker does not run: a Track whose reply was lost, or a Done that a failover undid.
+func (h *heartbeater) removeStrays(ctx context.Context, inc *incarnation) (int, error) {
+	removed := 0
+	for cursor := uint64(0); ; {
+		page, next, err := h.r.rdb.ZScan(ctx, inc.keys.inflight, cursor, "", auditPage).Result()
+		if err != nil {
+			return removed, err
+		}
+		var ops []*op
+		for i := 0; i < len(page); i += 2 { // member, score, member, score, ...
+			if !inc.knows(page[i]) {
+				o := newRemoval(page[i], debtStray)
+				inc.submit(o)
+				ops = append(ops, o)
+			}
+		}
+		removed += len(ops)
+		if cursor = next; cursor == 0 {
+			return removed, nil
+		}
+	}
+}

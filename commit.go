@@ -1,0 +1,541 @@
+package recovery
+
+import (
+	"context"
+	"runtime"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// Group commit. Concurrent Track and Done calls share a round trip: a call puts its op into the queue, and if no batch is under
+// way a lane takes the whole queue at once. While it is out, the next batch gathers. There is no timer and no permanent
+// goroutine: a lone caller is sent at once, by a goroutine that ends when the queue is empty.
+//
+// A lane numbers its batches and has one of them under way at a time; the session keeps the last number of each lane. So a copy of a
+// batch (go-redis repeats a command whose reply was lost, and the first one may still arrive, much later) is known as such,
+// and can't bring back a record that was removed since. What has an unknown outcome is settled by the same lane: once a
+// later number was accepted, the earlier batch can't happen any more.
+const (
+	laneCount  = 4
+	batchOps   = 256
+	batchBytes = 1 << 20
+
+	// convoyAfter is how long a batch may be out before callers stop waiting for it and use another lane. On loopback one lane
+	// makes the largest batches; over a network callers would wait for up to two round trips.
+	convoyAfter = 400 * time.Microsecond
+
+	// maxUnsettled is how many writes of unknown outcome a lane keeps before Track refuses new jobs.
+	maxUnsettled = 10_000
+)
+
+type opKind uint8
+
+const (
+	opTrack   opKind = iota // new leases, all or none
+	opRetrack               // leases that Redis lost
+	opDone                  // a lease whose holder has finished
+	opRemove                // a record that nobody here runs
+)
+
+// op is one caller's part of a batch. Whoever first moves state away from opWaiting decides: the caller that gives up, or
+// the lane that has the answer.
+type op struct {
+	kind    opKind
+	leases  []*Lease // opTrack, opRetrack, opDone
+	member  string   // opRemove
+	debt    debt     // opRemove
+	bytes   int
+	counted bool // in tally.doneSent
+	state   atomic.Int32
+	settled chan struct{}
+	err     error // valid once settled is closed
+}
+
+const (
+	opWaiting int32 = iota
+	opSettled
+	opAbandoned
+)
+
+// debt is why a record has to be removed.
+type debt uint8
+
+const (
+	debtStray   debt = iota // an audit found it
+	debtPhantom             // its Track was sent, and never known to be executed
+	debtKnown               // its Track was executed, but its caller had given up
+)
+
+func newOp(kind opKind, leases ...*Lease) *op {
+	o := &op{kind: kind, leases: leases, settled: make(chan struct{})}
+	if kind == opTrack || kind == opRetrack {
+		for _, l := range leases {
+			o.bytes += len(l.record)
+		}
+	}
+	return o
+}
+
+func newRemoval(member string, why debt) *op {
+	return &op{kind: opRemove, member: member, debt: why, settled: make(chan struct{})}
+}
+
+// decide is the lane's: there is an answer. It reports false if the caller had given up.
+func (o *op) decide() bool { return o.state.CompareAndSwap(opWaiting, opSettled) }
+
+// abandon is the caller's: it wants no answer any more. It reports false if there is one, or will be in a moment.
+func (o *op) abandon() bool { return o.state.CompareAndSwap(opWaiting, opAbandoned) }
+
+// answer wakes the caller. decide comes first.
+func (o *op) answer(err error) {
+	o.err = err
+	close(o.settled)
+}
+
+// settle is for ops that nobody can abandon.
+func (o *op) settle(err error) {
+	if o.decide() {
+		o.answer(err)
+	}
+}
+
+func (o *op) size() int { return max(1, len(o.leases)) }
+
+// lane is a numbered sequence of batches.
+type lane struct {
+	field  string
+	number uint64        // of the last batch sent; owned by whoever made the lane busy
+	acked  atomic.Uint64 // of the last batch answered
+	// Guarded by committer.qmu.
+	busy      bool
+	sentAt    time.Time // of the batch under way, or zero
+	unsettled []*op     // writes whose outcome is not known: to be repeated here, and nowhere else
+	dirty     bool      // the last batch's outcome is not known
+	retry     bool      // repeat now
+}
+
+// committer sends the ops of one incarnation.
+type committer struct {
+	// Fixed.
+	inc        *incarnation
+	write      func(ctx context.Context, inc *incarnation, records []any, args []any) (*replies, error)
+	spawn      func(func())
+	timeout    time.Duration
+	absentDone func() error // what Done answers when Redis lost the session
+
+	qmu   sync.Mutex // guards what follows
+	queue []*op
+	lanes [laneCount]*lane
+	rtt   time.Duration // moving average
+}
+
+func newCommitter(write func(context.Context, *incarnation, []any, []any) (*replies, error), spawn func(func()),
+	timeout time.Duration, absentDone func() error) *committer {
+	c := &committer{write: write, spawn: spawn, timeout: timeout, absentDone: absentDone}
+	for i := range c.lanes {
+		c.lanes[i] = &lane{field: "lane" + strconv.Itoa(i)}
+	}
+	return c
+}
+
+// submit queues an op. Its answer comes through op.settled.
+func (c *committer) submit(o *op) {
+	c.qmu.Lock()
+	c.queue = append(c.queue, o)
+	l := c.freeLane()
+	c.qmu.Unlock()
+	if l != nil {
+		c.spawn(func() { c.run(l) })
+	}
+}
+
+// kick repeats now what has an unknown outcome. Every beat calls it.
+func (c *committer) kick() {
+	for _, l := range c.lanes {
+		c.qmu.Lock()
+		l.retry = len(l.unsettled) > 0 || l.dirty
+		start := l.retry && !l.busy
+		l.busy = l.busy || start
+		c.qmu.Unlock()
+		if start {
+			c.spawn(func() { c.run(l) })
+		}
+	}
+}
+
+// soil marks a lane whose number Redis has forgotten: the next kick sends a batch, if need be an empty one, to set it again.
+func (c *committer) soil(i int) {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	c.lanes[i].dirty = true
+}
+
+// lanesAcked are the last numbers that Redis has confirmed.
+func (c *committer) lanesAcked() (acked [laneCount]uint64) {
+	for i, l := range c.lanes {
+		acked[i] = l.acked.Load()
+	}
+	return acked
+}
+
+// overloaded reports that too much has an unknown outcome to take on more.
+func (c *committer) overloaded() bool {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	n := 0
+	for _, l := range c.lanes {
+		n += len(l.unsettled)
+	}
+	return n >= maxUnsettled
+}
+
+// idle reports that nothing is queued, under way or unsettled.
+func (c *committer) idle() bool {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	for _, l := range c.lanes {
+		if l.busy || l.dirty || len(l.unsettled) > 0 {
+			return false
+		}
+	}
+	return len(c.queue) == 0
+}
+
+// freeLane makes a lane busy if one should take the queue now. The first is free to start; a further one only if those
+// under way are slow. c.qmu is held.
+func (c *committer) freeLane() *lane {
+	var free *lane
+	slow := true
+	for _, l := range c.lanes {
+		if !l.busy {
+			if free == nil {
+				free = l
+			}
+			continue
+		}
+		if slow && c.rtt < convoyAfter && (l.sentAt.IsZero() || time.Since(l.sentAt) < convoyAfter) {
+			slow = false
+		}
+	}
+	if free == nil || !slow {
+		return nil
+	}
+	free.busy = true
+	return free
+}
+
+// run sends batches until there is nothing left to send.
+func (c *committer) run(l *lane) {
+	for full := false; ; {
+		if full {
+			// The last batch was full: there are many callers, and those that it just answered are about to call again.
+			runtime.Gosched()
+		}
+		batch := c.take(l)
+		if batch == nil {
+			return
+		}
+		full = len(batch.ops) >= batchOps
+		c.send(l, batch)
+	}
+}
+
+// batch is what one script call carries.
+type batch struct {
+	ops           []*op
+	tracks, bytes int
+	scored        bool // its leases come with their starts: they are tracked again
+}
+
+// take gathers the next batch, or returns nil and frees the lane.
+func (c *committer) take(l *lane) *batch {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	b := &batch{}
+	if l.retry || len(c.queue) > 0 {
+		// First what this lane owes. A new number makes sure that the old copies are past.
+		n := min(len(l.unsettled), batchOps)
+		b.ops = append(b.ops, l.unsettled[:n]...)
+		l.unsettled = append([]*op(nil), l.unsettled[n:]...)
+	}
+	flush := l.retry && l.dirty
+	l.retry = l.retry && len(l.unsettled) > 0
+	for len(c.queue) > 0 {
+		o := c.queue[0]
+		abandoned := o.state.Load() == opAbandoned
+		if !abandoned && !b.add(o) {
+			break
+		}
+		if abandoned {
+			c.inc.drop(members(o.leases)...) // given up before it was sent: it never happened
+		}
+		c.queue[0] = nil
+		c.queue = c.queue[1:]
+	}
+	if len(b.ops) == 0 && !flush {
+		l.busy, l.sentAt = false, time.Time{}
+		return nil
+	}
+	l.sentAt = time.Now()
+	return b
+}
+
+// add takes o into the batch, if it fits: by size, and because leases tracked anew and tracked again are written differently.
+func (b *batch) add(o *op) bool {
+	if len(b.ops) > 0 && (len(b.ops) >= batchOps || b.tracks+len(o.leases) > batchOps || b.bytes+o.bytes > batchBytes) {
+		return false
+	}
+	if o.kind == opTrack || o.kind == opRetrack {
+		again := o.kind == opRetrack
+		if b.tracks > 0 && b.scored != again {
+			return false
+		}
+		b.scored = again
+		b.tracks += len(o.leases)
+	}
+	b.ops = append(b.ops, o)
+	b.bytes += o.bytes
+	return true
+}
+
+func members(leases []*Lease) []string {
+	names := make([]string, len(leases))
+	for i, l := range leases {
+		names[i] = l.member
+	}
+	return names
+}
+
+// layOut returns the batch as HSET and commit.lua expect it, and counts what is on its way.
+func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
+	var track, done, extra []any
+	var sent, doneSent int64
+	dones, scored := 0, 0
+	if b.scored {
+		scored = 1
+	}
+	for _, o := range b.ops {
+		switch o.kind {
+		case opTrack, opRetrack:
+			for _, lease := range o.leases {
+				track = append(track, lease.member)
+				if b.scored {
+					track = append(track, lease.start)
+				} else {
+					sent++
+				}
+				records = append(records, lease.member, lease.record)
+			}
+			continue
+		case opDone:
+			done = append(done, o.leases[0].member)
+		case opRemove:
+			done = append(done, o.member)
+			extra = append(extra, o.member+checkpointField)
+		}
+		dones++
+		if !o.counted && (o.kind == opDone || o.debt == debtKnown) {
+			o.counted = true
+			doneSent++
+		}
+	}
+	inc.count(func(t *tally) { t.sent += sent; t.doneSent += doneSent })
+	args = make([]any, 0, 5+len(track)+len(done)+len(extra))
+	args = append(args, l.field, l.number, b.tracks, scored, dones)
+	return records, append(append(append(args, track...), done...), extra...)
+}
+
+// send makes one attempt and answers every op of the batch.
+func (c *committer) send(l *lane, b *batch) {
+	l.number++
+	records, args := b.layOut(l, c.inc)
+	ctx, cancel := context.WithTimeout(context.Background(), c.timeout)
+	defer cancel()
+	began := time.Now()
+	answer, err := c.write(ctx, c.inc, records, args)
+	if err == nil {
+		state, fresh, start := int(answer.int()), answer.int() == 1, answer.int()
+		lost := make(map[int]bool)
+		for answer.more() {
+			lost[int(answer.int())] = true
+		}
+		if err = answer.err; err == nil {
+			c.answered(l, time.Since(began))
+			c.settle(l, b, state, fresh, start, lost)
+			return
+		}
+	}
+	c.unknown(l, b, err)
+}
+
+func (c *committer) answered(l *lane, took time.Duration) {
+	l.acked.Store(l.number)
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	l.dirty = false
+	c.rtt += (took - c.rtt) / 8
+}
+
+// settle hands Redis' answer to every op.
+func (c *committer) settle(l *lane, b *batch, state int, fresh bool, start int64, lost map[int]bool) {
+	pos := 0
+	for _, o := range b.ops {
+		switch o.kind {
+		case opTrack:
+			c.settleTrack(l, o, state, fresh, start)
+		case opRetrack:
+			o.settle(trackError(state, fresh))
+		case opDone:
+			pos++
+			c.settleDone(o, state, lost[pos])
+		case opRemove:
+			pos++
+			c.inc.count(o.debt.paid)
+			o.settle(nil)
+		}
+	}
+}
+
+// paid counts a removal that Redis has confirmed.
+func (d debt) paid(t *tally) {
+	switch d {
+	case debtPhantom:
+		t.acked++
+		t.doneSent++
+		t.doneAcked++
+	case debtKnown:
+		t.doneAcked++
+	}
+}
+
+// trackError reads the answer to Track. A session that is not live took nothing, except when an earlier copy of the batch ran
+// while it still was: those leases are with the peers now, and must not be tracked a second time.
+func trackError(state int, fresh bool) error {
+	switch {
+	case state == sessionLive:
+		return nil
+	case state == sessionFenced && !fresh:
+		return ErrLost
+	}
+	return &notLiveError{absent: state == sessionAbsent}
+}
+
+func (c *committer) settleTrack(l *lane, o *op, state int, fresh bool, start int64) {
+	err := trackError(state, fresh)
+	wanted := o.decide()
+	if wanted && err == nil {
+		err = c.inc.confirm(o.leases, start)
+	}
+	if !wanted || err != nil {
+		c.inc.drop(members(o.leases)...)
+	}
+	if wanted {
+		o.answer(err)
+	} else if err == nil {
+		// The caller gave up while the write was under way: nobody runs what it recorded.
+		c.inc.count(func(t *tally) { t.acked += int64(len(o.leases)) })
+		c.owe(l, o.leases, debtKnown)
+	}
+}
+
+func (c *committer) settleDone(o *op, state int, lost bool) {
+	c.inc.count(func(t *tally) { t.doneAcked++ })
+	var err error
+	switch {
+	case lost:
+		err = ErrLost
+	case state == sessionAbsent:
+		err = c.absentDone()
+	}
+	o.leases[0].finish(err)
+	o.settle(err)
+}
+
+// owe makes the lane remove records that nobody runs: at once if they are known to be there, else with the next beat.
+func (c *committer) owe(l *lane, leases []*Lease, why debt) {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	for _, lease := range leases {
+		l.unsettled = append(l.unsettled, newRemoval(lease.member, why))
+	}
+	l.retry = l.retry || why == debtKnown
+}
+
+// unknown keeps a batch that may or may not have been executed. Its callers are told; the lane owes them the rest.
+func (c *committer) unknown(l *lane, b *batch, err error) {
+	c.qmu.Lock()
+	l.dirty, l.retry = true, false
+	c.qmu.Unlock()
+	for _, o := range b.ops {
+		switch o.kind {
+		case opTrack:
+			c.inc.drop(members(o.leases)...)
+			c.owe(l, o.leases, debtPhantom)
+			o.settle(err)
+		case opRetrack:
+			o.settle(err)
+		case opDone:
+			c.repeatDone(l, o)
+			o.settle(err)
+		case opRemove:
+			c.qmu.Lock()
+			l.unsettled = append(l.unsettled, o)
+			c.qmu.Unlock()
+		}
+	}
+}
+
+// repeatDone puts a copy of Done's write into the lane's debts, for the next call of Done to wait for.
+func (c *committer) repeatDone(l *lane, o *op) {
+	lease := o.leases[0]
+	again := newOp(opDone, lease)
+	again.counted = true
+	lease.mu.Lock()
+	lease.fin = again
+	lease.mu.Unlock()
+	c.qmu.Lock()
+	l.unsettled = append(l.unsettled, again)
+	c.qmu.Unlock()
+}
+
+// write sends a batch: the records by a plain HSET and the rest by the script, in one MULTI.
+func (r *Recoverer) write(ctx context.Context, inc *incarnation, records, args []any) (*replies, error) {
+	keys := []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs, inc.keys.claims, inc.keys.handed}
+	if len(records) == 0 {
+		return answerOf(commitScript.Run(ctx, r.rdb, keys, args...))
+	}
+	if r.cfg.WaitReplicas > 0 {
+		return r.writeReplicated(ctx, inc.keys.jobs, records, keys, args)
+	}
+	cmd, err := r.writeTx(ctx, inc.keys.jobs, records, func(p redis.Pipeliner) *redis.Cmd {
+		return commitScript.EvalSha(ctx, p, keys, args...)
+	})
+	if isNoScript(err) {
+		// The HSET was executed, the script was not. The same batch again, with the script's text.
+		cmd, err = r.writeTx(ctx, inc.keys.jobs, records, func(p redis.Pipeliner) *redis.Cmd {
+			return commitScript.Eval(ctx, p, keys, args...)
+		})
+	}
+	if err != nil {
+		return nil, err
+	}
+	return answerOf(cmd)
+}
+
+func (r *Recoverer) writeTx(ctx context.Context, jobs string, records []any, script func(redis.Pipeliner) *redis.Cmd) (cmd *redis.Cmd, err error) {
+	_, err = r.rdb.TxPipelined(ctx, func(p redis.Pipeliner) error {
+		p.HSet(ctx, jobs, records...)
+		cmd = script(p)
+		return nil
+	})
+	return cmd, err
+}
+
+func answerOf(cmd *redis.Cmd) (*replies, error) {
+	a := readReplies(cmd)
+	return a, a.err
+}

@@ -1,0 +1,354 @@
+package recovery
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// Handing back, for leases that were claimed. The order is what makes it safe to die anywhere:
+//
+//	count    the crash is entered by the lease's id, so that a repetition does not count twice
+//	enqueue  while the claim lasts. Dying before or during it leaves the claim, which runs out and is taken by another
+//	forget   only after the Enqueuer said yes. Dying before it repeats the Enqueue, with the same Key
+//
+// Every lease goes its own way: one that can't be read, counted or enqueued does not keep the others.
+
+// handed is what became of one claim's leases.
+type handed struct {
+	handedBack, postponed, buried int
+	err                           error
+}
+
+// orphan is a claimed lease on its way back.
+type orphan struct {
+	Orphan
+	lease *claimedLease
+	err   error  // why it can't be read, or was refused
+	grave string // why it must go to the dead letters, or ""
+	delay time.Duration
+	took  time.Duration
+	fate  fate
+}
+
+// fate is where an orphan goes.
+type fate uint8
+
+const (
+	fateEnqueue fate = iota // to the Enqueuer
+	fateBury                // to the dead letters
+	fateLater               // the claim is set to a later time
+	fateForget              // accepted: the record goes
+	fateNothing             // the claim is left to run out
+)
+
+// handBack brings every lease of a claim to an end, for now.
+func (r *Recoverer) handBack(ctx context.Context, c *claim) handed {
+	orphans := make([]*orphan, len(c.leases))
+	for i := range c.leases {
+		orphans[i] = r.decode(c, &c.leases[i])
+	}
+	r.countCrashes(ctx, orphans)
+	var ready []*orphan
+	for _, o := range orphans {
+		if r.decide(o); o.fate == fateEnqueue {
+			ready = append(ready, o)
+		}
+	}
+	var h handed
+	errs := []error{r.conclude(ctx, c, orphans, &h)} // those that need no Enqueuer
+	r.enqueueEach(ctx, c, ready, func(done []*orphan) {
+		errs = append(errs, r.conclude(ctx, c, done, &h))
+	})
+	h.err = errors.Join(errs...)
+	return h
+}
+
+// decode reads a claimed lease. What can't be read is for the dead letters.
+func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
+	o := &orphan{lease: l}
+	o.Key, o.Worker, o.Reason, o.Checkpoint = leaseID(c.worker, l.member), c.worker, l.reason, l.checkpoint
+	if l.start > 0 {
+		o.TrackedAt = time.UnixMilli(l.start)
+	}
+	if l.record == nil {
+		o.grave, o.err = "record missing", errors.New("the index has the lease, but there is no record of its job")
+		return o
+	}
+	if o.Job, o.err = decodeRecord(l.record, o.Key, r.cfg.Codec); o.err != nil {
+		o.grave = "record unreadable"
+	}
+	return o
+}
+
+// countCrashes enters each crash in the history of its job and learns how many there are. Released is no crash.
+func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
+	sizes := make([]*redis.IntCmd, len(orphans))
+	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for i, o := range orphans {
+			if o.grave != "" {
+				continue
+			}
+			key := r.keys.crashes(o.ID)
+			if o.Reason != Released {
+				p.SAdd(ctx, key, o.Key)
+				p.PExpire(ctx, key, r.cfg.RecoveryWindow)
+			}
+			sizes[i] = p.SCard(ctx, key)
+		}
+		return nil
+	}) // each command has its own error
+	for i, o := range orphans {
+		if sizes[i] == nil {
+			continue
+		}
+		n, err := sizes[i].Result()
+		if err != nil && !isWrongType(err) {
+			// Not counted, not handed back: the next attempt counts it.
+			o.fate, o.err = fateLater, fmt.Errorf("count recoveries: %w", err)
+			continue
+		}
+		o.Recovery = max(1, int(n))
+	}
+}
+
+// decide says where an orphan goes.
+func (r *Recoverer) decide(o *orphan) {
+	limit := o.MaxRecoveries
+	if limit == 0 {
+		limit = r.cfg.MaxRecoveries
+	}
+	switch {
+	case o.grave != "":
+		o.fate = fateBury
+	case o.fate == fateLater:
+		o.delay = retryDelay(r.cfg.SweepInterval, o.lease.attempts+1)
+	case limit != NoLimit && o.Recovery > limit && o.Reason != Released:
+		o.fate, o.grave = fateBury, fmt.Sprintf("recovered %d times within %v, the limit is %d", o.Recovery-1, r.cfg.RecoveryWindow, limit)
+	default:
+		o.fate = fateEnqueue
+	}
+}
+
+// retryDelay is how long a job waits after its nth failed hand-back.
+func retryDelay(interval time.Duration, n int) time.Duration {
+	return doubled(interval, max(interval, 5*time.Minute), n)
+}
+
+// enqueueEach offers orphans to the Enqueuer and calls done, never concurrently, with those that it has answered for. It does not wait
+// for the slow ones to conclude the others.
+func (r *Recoverer) enqueueEach(ctx context.Context, c *claim, ready []*orphan, done func([]*orphan)) {
+	if len(ready) == 0 {
+		return
+	}
+	// A call must end before its claim does, or a second sweeper could offer the same orphan meanwhile.
+	start, cancel := context.WithDeadline(ctx, c.until.Add(-r.cfg.EnqueueTimeout))
+	defer cancel()
+	if r.batch != nil {
+		r.enqueueBatch(start, c, ready)
+		done(ready)
+		return
+	}
+	answered := make(chan *orphan, len(ready))
+	r.group.spawn(func() {
+		for _, o := range ready {
+			if !r.takeSlot(start) {
+				o.fate = fateLater // at once: the next claim finds it due
+				answered <- o
+				continue
+			}
+			r.group.spawn(func() {
+				defer r.freeSlot()
+				r.offer(c, o)
+				answered <- o
+			})
+		}
+	})
+	for left := len(ready); left > 0; {
+		page := []*orphan{<-answered}
+		for more := true; more; {
+			select {
+			case o := <-answered:
+				page = append(page, o)
+			default:
+				more = false
+			}
+		}
+		done(page)
+		left -= len(page)
+	}
+}
+
+func (r *Recoverer) takeSlot(ctx context.Context) bool {
+	if ctx.Err() != nil {
+		return false
+	}
+	select {
+	case r.slots <- struct{}{}:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+func (r *Recoverer) freeSlot() { <-r.slots }
+
+func (r *Recoverer) offer(c *claim, o *orphan) {
+	letPass(c, o)
+	began := time.Now()
+	err := r.enqueue(o.Orphan)
+	o.took = time.Since(began)
+	r.judge(o, err)
+}
+
+func (r *Recoverer) enqueueBatch(start context.Context, c *claim, ready []*orphan) {
+	if !r.takeSlot(start) {
+		for _, o := range ready {
+			o.fate = fateLater
+		}
+		return
+	}
+	defer r.freeSlot()
+	list := make([]Orphan, len(ready))
+	for i, o := range ready {
+		letPass(c, o)
+		list[i] = o.Orphan
+	}
+	began := time.Now()
+	errs := r.enqueueAll(list)
+	for i, o := range ready {
+		o.took = time.Since(began)
+		var err error
+		if errs != nil {
+			err = errs[i]
+		}
+		r.judge(o, err)
+	}
+}
+
+// letPass makes sure that the next run of the job begins in a later millisecond: its fence must be greater.
+func letPass(c *claim, o *orphan) {
+	if c.now-o.lease.start < 2 {
+		time.Sleep(2 * time.Millisecond)
+	}
+}
+
+// judge reads the Enqueuer's answer.
+func (r *Recoverer) judge(o *orphan, err error) {
+	o.err = err
+	switch {
+	case err == nil:
+		o.fate = fateForget
+	case isPermanent(err):
+		o.fate, o.grave = fateBury, "refused by the Enqueuer for good"
+	default:
+		o.lease.attempts++
+		o.fate, o.delay = fateLater, retryDelay(r.cfg.SweepInterval, o.lease.attempts)
+	}
+}
+
+// conclude writes down what became of orphans, and tells it.
+func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h *handed) error {
+	// The Enqueuer has answered: that is written down even if the sweep is being stopped.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.tm.call)
+	defer cancel()
+	var forget []any
+	var later []any
+	var errs []error
+	for _, o := range orphans {
+		if o.fate == fateBury {
+			errs = append(errs, r.bury(ctx, c, o))
+		}
+		switch o.fate {
+		case fateForget, fateBury:
+			forget = append(forget, o.lease.member)
+		case fateLater:
+			later = append(later, o.lease.member, ms(shorten(o.delay)), formatClaimField(o.lease))
+		}
+	}
+	if len(forget) > 0 {
+		args := append([]any{ms(r.tm.tombstone)}, forget...)
+		errs = append(errs, forgetScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims, c.keys.handed}, args...).Err())
+	}
+	if len(later) > 0 {
+		errs = append(errs, postponeScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims}, later...).Err())
+	}
+	for _, o := range orphans {
+		r.tellFate(c, o, h)
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("conclude hand-back of worker %q: %w", c.worker, err)
+	}
+	return nil
+}
+
+func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
+	var age time.Duration
+	if o.lease.start > 0 {
+		age = time.Duration(c.now-o.lease.start) * time.Millisecond
+	}
+	by := r.WorkerID()
+	log := r.log.With("worker", o.Worker, "job", o.ID, "lease", o.Key, "queue", o.Queue, "reason", o.Reason.String(),
+		"recovery", o.Recovery, "age", age, "by", by)
+	switch o.fate {
+	case fateForget:
+		h.handedBack++
+		r.counts.handedBack.Add(1)
+		log.Info("recovery: job handed back")
+		emit(r.log, r.cfg.Events.HandedBack, HandedBackInfo{Orphan: o.Orphan, By: by, Age: age, Took: o.took})
+	case fateBury:
+		h.buried++
+		r.counts.buried.Add(1)
+		log.Error("recovery: job put into the dead letters", "grave", o.grave, "err", o.err)
+		emit(r.log, r.cfg.Events.Buried, BuriedInfo{Orphan: o.Orphan, By: by, Reason: o.grave, Err: o.err})
+	case fateLater:
+		h.postponed++
+		if o.err == nil {
+			return
+		}
+		r.counts.handBackFailed.Add(1)
+		log.Error("recovery: hand-back failed, the job is kept", "attempt", o.lease.attempts, "retry", o.delay, "err", o.err)
+		emit(r.log, r.cfg.Events.HandBackFailed, HandBackFailedInfo{Orphan: o.Orphan, By: by, Attempt: o.lease.attempts, Retry: o.delay, Err: o.err})
+	}
+}
+
+// letter is a dead letter as it is kept; the record and the checkpoint lie beside it, untouched.
+type letter struct {
+	Job       string `json:"job,omitempty"`
+	Queue     string `json:"queue,omitempty"`
+	Worker    string `json:"worker"`
+	Grave     string `json:"grave"`
+	Reason    string `json:"reason"`
+	Recovery  int    `json:"recovery"`
+	TrackedMS int64  `json:"tracked_ms,omitempty"`
+	Err       string `json:"err,omitempty"`
+}
+
+// bury writes a dead letter. If that fails the claim is left to run out, and the next sweeper tries again.
+func (r *Recoverer) bury(ctx context.Context, c *claim, o *orphan) error {
+	text := letter{Job: o.ID, Queue: o.Queue, Worker: o.Worker, Grave: o.grave, Reason: o.Reason.String(), Recovery: o.Recovery, TrackedMS: o.lease.start}
+	if o.err != nil {
+		text.Err = o.err.Error()
+	}
+	body, err := json.Marshal(text)
+	if err == nil {
+		_, err = r.runReplicated(ctx, buryScript, []string{r.keys.deadIndex(), r.keys.deadJobs()}, o.Key, body,
+			flagOf(o.lease.record), o.lease.record, flagOf(o.lease.checkpoint), o.lease.checkpoint)
+	}
+	if err != nil {
+		o.fate = fateNothing
+		return fmt.Errorf("bury job %q: %w", o.ID, err)
+	}
+	return nil
+}
+
+func flagOf(b []byte) int {
+	if b == nil {
+		return 0
+	}
+	return 1
+}

@@ -1,0 +1,296 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// heartbeater vouches for this worker's jobs. It owns W:beat, and the answers to its beats decide what the worker may believe:
+//
+//	live     nobody has taken anything; trusted for OrphanThreshold from the *start* of that beat
+//	fenced   declared dead: what Redis has of this incarnation is with the peers. Leases are cancelled; go on as a new one
+//	absent   Redis lost its data: nobody has taken anything. Go on as a new one and track the running jobs again
+//	error    nothing is known. Try again soon
+//
+// A beat costs the same whatever the number of leases. Only the loop starts a new incarnation, so there is never more than
+// one at a time.
+type heartbeater struct {
+	r    *Recoverer
+	wake chan struct{} // of capacity 1: beat now
+
+	// Owned by the loop.
+	odd      int  // beats in a row whose count did not fit
+	auditDue bool // audit with the next good beat
+	failed   int  // beats in a row
+	old      []*incarnation
+
+	mu       sync.Mutex // guards what follows
+	lastGood time.Time  // start of the last good beat; carries the monotonic clock
+	lastErr  error      // of the last beat, nil if it was good
+}
+
+func newHeartbeater(r *Recoverer) *heartbeater {
+	return &heartbeater{r: r, wake: make(chan struct{}, 1)}
+}
+
+// kick asks for a beat now.
+func (h *heartbeater) kick() {
+	select {
+	case h.wake <- struct{}{}:
+	default:
+	}
+}
+
+// run beats until ctx ends.
+func (h *heartbeater) run(ctx context.Context) {
+	wait := shorten(h.r.cfg.HeartbeatInterval)
+	for {
+		timer := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-h.wake:
+			timer.Stop()
+		case <-timer.C:
+		}
+		wait = h.pulse(ctx)
+	}
+}
+
+// pulse makes one beat, reports it, and says when the next one is due.
+func (h *heartbeater) pulse(ctx context.Context) time.Duration {
+	inc, began := h.r.current.Load(), time.Now()
+	err := h.beatOnce(ctx)
+	took := time.Since(began)
+	h.note(inc, err, took)
+	emit(h.r.log, h.r.cfg.Events.Beat, BeatInfo{Worker: inc.id, Duration: took, Err: err})
+	if err == nil {
+		return shorten(h.r.cfg.HeartbeatInterval)
+	}
+	// Not an interval later: the threshold leaves room for few more.
+	retry := shorten(h.r.cfg.HeartbeatInterval / 4)
+	if !h.r.cfg.SelfFence {
+		return retry
+	}
+	if left := time.Until(h.trustedUntil()); left > 0 {
+		return min(retry, left)
+	}
+	h.abandon(inc, "no good beat within OrphanThreshold, and SelfFence is set")
+	return retry
+}
+
+func (h *heartbeater) note(inc *incarnation, err error, took time.Duration) {
+	h.mu.Lock()
+	h.lastErr = err
+	h.mu.Unlock()
+	if err == nil {
+		h.r.counts.beats.Add(1)
+		h.failed = 0
+		if took > h.r.cfg.HeartbeatInterval/2 {
+			h.r.log.Warn("recovery: slow heartbeat", "worker", inc.id, "took", took)
+		}
+		return
+	}
+	h.r.counts.beatsFailed.Add(1)
+	h.failed++
+	if h.r.life.Err() == nil {
+		h.r.log.Warn("recovery: heartbeat failed", "worker", inc.id, "failed", h.failed, "err", err)
+	}
+}
+
+// beatOnce makes one beat and does what its answer demands.
+func (h *heartbeater) beatOnce(ctx context.Context) error {
+	inc := h.r.current.Load()
+	if inc.abandoned.Load() {
+		// Never beat for leases that were cancelled: nobody runs them, and the beat would keep the peers away for ever.
+		_, err := bounded(ctx, h.r.group, h.limit(), func(ctx context.Context) (any, error) { return nil, h.r.fenceOwn(ctx, inc) })
+		if err != nil {
+			return err
+		}
+		return h.rejoin(ctx, inc, nil)
+	}
+	before, acked, began := inc.count(nil), inc.lanesAcked(), time.Now()
+	answer, err := h.send(ctx, inc)
+	if isWrongType(err) {
+		h.abandon(inc, "a key of this worker has a wrong type")
+	}
+	if err != nil {
+		return fmt.Errorf("beat of worker %q: %w", inc.id, err)
+	}
+	switch answer[0] {
+	case sessionLive:
+		h.trust(began)
+		inc.kick()
+		h.kickOld()
+		return h.audit(ctx, inc, answer, acked, before, inc.count(nil))
+	case sessionFenced:
+		return h.fenced(ctx, inc)
+	default:
+		return h.absent(ctx, inc)
+	}
+}
+
+// limit is how long a beat may take. The loop must not wait for a connection that hangs, because the next one may work; and
+// with SelfFence it must not miss the moment.
+func (h *heartbeater) limit() time.Duration {
+	limit := max(h.r.cfg.HeartbeatInterval, minInterval)
+	if left := time.Until(h.trustedUntil()); h.r.cfg.SelfFence && left > 0 {
+		limit = min(limit, left)
+	}
+	return limit
+}
+
+// send runs the script, and beside it enters the registry again: a registry that was lost heals within one interval.
+func (h *heartbeater) send(ctx context.Context, inc *incarnation) ([]int64, error) {
+	r := h.r
+	keys := []string{inc.keys.session, inc.keys.beat, inc.keys.suspect, inc.keys.inflight, inc.keys.jobs}
+	args := []any{ms(r.tm.beatTTL), ms(r.tm.retention), r.State().String(), laneCount}
+	answer, err := bounded(ctx, r.group, h.limit(), func(ctx context.Context) ([]int64, error) {
+		var beat *redis.Cmd
+		_, err := r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+			beat = beatScript.EvalSha(ctx, p, keys, args...)
+			p.SAdd(ctx, r.keys.workers(), inc.id)
+			return nil
+		})
+		if isNoScript(beat.Err()) {
+			beat, err = beatScript.Eval(ctx, r.rdb, keys, args...), nil
+		}
+		answer, beatErr := beat.Int64Slice()
+		if beatErr == nil && err != nil {
+			// Live, but perhaps not registered.
+			r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
+		}
+		return answer, beatErr
+	})
+	if err == nil && (len(answer) == 0 || answer[0] == sessionLive && len(answer) != 3+laneCount) {
+		err = fmt.Errorf("script answered %d values", len(answer))
+	}
+	return answer, err
+}
+
+// trust notes a good beat. What we believe is counted from before the call: Redis counts from when it saw it.
+func (h *heartbeater) trust(began time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.lastGood = began
+}
+
+// kickOld repeats what is unsettled in former incarnations: a Done that Redis did not confirm before the rejoin.
+func (h *heartbeater) kickOld() {
+	h.old = slices.DeleteFunc(h.old, func(inc *incarnation) bool { return inc.idle() })
+	for _, inc := range h.old {
+		inc.kick()
+	}
+}
+
+// trustedUntil is when peers may begin to take this worker's jobs.
+func (h *heartbeater) trustedUntil() time.Time {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.lastGood.Add(h.r.tm.trust)
+}
+
+// forgotten reports that Redis may have dropped even the memory of this worker's end, so that an absent session proves nothing.
+func (h *heartbeater) forgotten() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return time.Since(h.lastGood) >= h.r.tm.tombstone
+}
+
+// health is Check's part: why this worker can't vouch for its jobs.
+func (h *heartbeater) health() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if silent := time.Since(h.lastGood); silent >= h.r.tm.trust {
+		return fmt.Errorf("recovery: no good heartbeat for %v, OrphanThreshold is %v: peers may have taken the jobs: %w",
+			silent.Round(time.Millisecond), h.r.cfg.OrphanThreshold, errors.Join(h.lastErr))
+	}
+	return nil
+}
+
+// fenced is the answer that this incarnation was declared dead. What Redis has of it belongs to the peers. A lease that Redis
+// does not know at all (a failover lost its Track) would be handed back by nobody, so it is kept.
+func (h *heartbeater) fenced(ctx context.Context, inc *incarnation) error {
+	leases := inc.close(ErrLost)
+	places, err := h.places(ctx, inc, leases)
+	if err != nil {
+		return fmt.Errorf("worker %q is fenced: %w", inc.id, err)
+	}
+	var keep []*Lease
+	lost := 0
+	for i, l := range leases {
+		if places[i] == placeUnknown || places[i] == placeNoRecord {
+			keep = append(keep, l)
+		} else if l.lose() {
+			lost++
+		}
+	}
+	h.tellFenced(inc, "declared dead by a peer", lost)
+	return h.rejoin(ctx, inc, keep)
+}
+
+// absent is the answer that Redis knows nothing of this incarnation.
+func (h *heartbeater) absent(ctx context.Context, inc *incarnation) error {
+	if h.forgotten() {
+		h.abandon(inc, "out of touch for longer than InflightTTL")
+		return h.rejoin(ctx, inc, nil)
+	}
+	return h.rejoin(ctx, inc, inc.close(&notLiveError{absent: true}))
+}
+
+// abandon gives up an incarnation of which this worker can't be sure any more. All its leases are lost, now and for good: the
+// next beats fence it, so that the peers hand its jobs back.
+func (h *heartbeater) abandon(inc *incarnation, why string) {
+	if inc.abandoned.Swap(true) {
+		return
+	}
+	lost := 0
+	for _, l := range inc.close(ErrLost) {
+		if l.lose() {
+			lost++
+		}
+	}
+	h.tellFenced(inc, why, lost)
+}
+
+func (h *heartbeater) tellFenced(inc *incarnation, why string, lost int) {
+	h.r.log.Warn("recovery: worker fenced, its leases are lost", "worker", inc.id, "reason", why, "lost", lost)
+	emit(h.r.log, h.r.cfg.Events.Fenced, FencedInfo{Worker: inc.id, Reason: why, Lost: lost})
+}
+
+// rejoin goes on as a new incarnation, which takes over the leases in keep. If it fails, the next beat finds the old one as it
+// was and comes here again.
+func (h *heartbeater) rejoin(ctx context.Context, old *incarnation, keep []*Lease) error {
+	began := time.Now()
+	inc, err := bounded(ctx, h.r.group, h.r.tm.call, h.r.join)
+	if err != nil {
+		return fmt.Errorf("rejoin after worker %q: %w", old.id, err)
+	}
+	carried := 0
+	for _, l := range keep {
+		member := l.member
+		if inc.adopt(l) {
+			old.drop(member)
+			carried++
+		}
+	}
+	h.trust(began)
+	h.old = append(h.old, old)
+	h.odd, h.auditDue = 0, carried > 0
+	h.r.current.Store(inc)
+	close(old.replaced)
+	h.r.counts.rejoins.Add(1)
+	h.r.log.Warn("recovery: rejoined", "worker", inc.id, "old", old.id, "carried", carried)
+	emit(h.r.log, h.r.cfg.Events.Rejoined, RejoinedInfo{Worker: inc.id, Old: old.id, Carried: carried})
+	if carried == 0 {
+		return nil
+	}
+	return h.auditOnce(ctx, inc)
+}

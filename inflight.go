@@ -1,0 +1,142 @@
+package recovery
+
+import (
+	"strconv"
+	"sync"
+	"sync/atomic"
+)
+
+// incarnation is one life of a worker in Redis, and the leases of that life.
+//
+// It owns W:inflight and W:jobs, and keeps this invariant for as long as the session is live: a lease whose Track has returned
+// and whose Done was not called is in both. A worker that was fenced, or whose data Redis lost, goes on as a new
+// incarnation with a new id; an id is never used again, so no late write of an old life can touch a new one.
+type incarnation struct {
+	// Fixed after newIncarnation.
+	id       string
+	keys     workerKeys
+	replaced chan struct{} // closed when the next incarnation is there
+	*committer
+
+	abandoned atomic.Bool // given up by this worker itself: it must not beat again
+
+	mu     sync.Mutex // guards what follows; no call to Redis is made under it
+	leases map[string]*Lease
+	lastID uint64
+	over   error // why no lease can become active any more: ErrLost (fenced) or a notLiveError (Redis lost the session)
+	tally  tally
+}
+
+// tally bounds how many leases Redis must have of this incarnation, without stopping anybody. All four only grow.
+type tally struct {
+	sent, acked         int64 // leases of Track: sent to Redis, confirmed by it
+	doneSent, doneAcked int64 // leases that leave the index
+}
+
+// plausible reports whether count, read between the two moments at which a and b were taken, fits what was under way.
+func plausible(a, b tally, count int64) bool {
+	return count >= a.acked-b.doneSent && count <= b.sent-a.doneAcked
+}
+
+func newIncarnation(id string, keys workerKeys, c *committer) *incarnation {
+	inc := &incarnation{
+		id: id, keys: keys, committer: c,
+		replaced: make(chan struct{}),
+		leases:   make(map[string]*Lease),
+	}
+	c.inc = inc
+	return inc
+}
+
+// admit gives a new lease its name here and enters it, so that an audit knows it before Redis does.
+func (i *incarnation) admit(l *Lease) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.lastID++
+	l.home = i
+	l.member = strconv.FormatUint(i.lastID, 10)
+	l.id = leaseID(i.id, l.member)
+	i.leases[l.member] = l
+}
+
+// adopt enters a running lease of an earlier incarnation under its old name. It reports false if the lease ended meanwhile.
+func (i *incarnation) adopt(l *Lease) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.state != leaseActive {
+		return false
+	}
+	l.home, l.member = i, l.id
+	i.leases[l.member] = l
+	i.tally.sent++
+	i.tally.acked++
+	return true
+}
+
+// confirm turns leases that Redis has recorded into active ones, or says why they can't be: the incarnation ended while the
+// answer was on its way, and whoever ended it could not yet see them.
+func (i *incarnation) confirm(leases []*Lease, start int64) error {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.tally.acked += int64(len(leases))
+	if i.over != nil {
+		return i.over
+	}
+	for _, l := range leases {
+		l.activate(start)
+	}
+	return nil
+}
+
+// close ends the incarnation for new leases and returns those that it has. It may be called again.
+func (i *incarnation) close(why error) []*Lease {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.over == nil {
+		i.over = why
+	}
+	return i.list()
+}
+
+// active returns the leases whose jobs run and for which nothing is under way.
+func (i *incarnation) active() []*Lease {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.list()
+}
+
+func (i *incarnation) list() []*Lease {
+	active := make([]*Lease, 0, len(i.leases))
+	for _, l := range i.leases {
+		if l.isActive() {
+			active = append(active, l)
+		}
+	}
+	return active
+}
+
+func (i *incarnation) knows(member string) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	_, ok := i.leases[member]
+	return ok
+}
+
+func (i *incarnation) drop(members ...string) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	for _, m := range members {
+		delete(i.leases, m)
+	}
+}
+
+func (i *incarnation) count(f func(t *tally)) tally {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if f != nil {
+		f(&i.tally)
+	}
+	return i.tally
+}

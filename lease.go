@@ -1,0 +1,229 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"sync"
+	"time"
+)
+
+// Job is a piece of work as its worker knows it. Payload, ID and headers are opaque: any byte is allowed.
+type Job struct {
+	ID            string            // the caller's name for the job; not empty, at most 1 KiB
+	Queue         string            // optional, for routing and for people
+	Payload       []byte            // opaque; handed back byte for byte
+	Headers       map[string]string // optional; for trace context and the like; at most 64 KiB
+	Timeout       time.Duration     // optional; overrides Config.JobTimeout; NoTimeout switches it off
+	MaxRecoveries int               // optional; overrides Config.MaxRecoveries
+}
+
+// leaseState is what a holder may still do. It only moves forward:
+//
+//	tracking -> active -> finishing -> finished
+//	                   -> giving    -> lost
+//	                   -> lost
+//	            finishing ----------> lost
+//
+// lost is final, and is set before the context is cancelled: a holder that was told to stop half-way must never remove the
+// record with its Done, or the job would be neither done nor handed back.
+type leaseState uint8
+
+const (
+	leaseTracking  leaseState = iota // Track is under way; nobody holds the lease yet
+	leaseActive                      // the holder runs the job
+	leaseFinishing                   // Done was called; Redis has not answered
+	leaseGiving                      // it is being handed back by its own worker
+	leaseFinished                    // removed from Redis; Done is nil
+	leaseLost                        // somebody else's; Done is ErrLost
+)
+
+// Lease is the proof that a job is being run by this worker. Its methods are safe for concurrent use.
+//
+// A lease ends with Done or Release. One that is forgotten holds its job in flight for as long as the process lives.
+type Lease struct {
+	// Fixed after Track.
+	r      *Recoverer
+	job    Job
+	id     string
+	record []byte // as Redis has it, to track it again
+	parent context.Context
+
+	mu     sync.Mutex // guards what follows; may be taken inside incarnation.mu, never the other way round
+	state  leaseState
+	home   *incarnation
+	member string // the lease's name inside of home
+	start  int64  // ms, Redis' clock
+	fin    *op    // Done's write, while finishing
+	again  *op    // the write that tracks it again, while under way
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	err    error // what Done answers, once finished or lost
+}
+
+// Job returns the job as it was tracked. Do not change its payload.
+func (l *Lease) Job() Job {
+	j := l.job
+	j.Headers = maps.Clone(j.Headers)
+	return j
+}
+
+// ID returns the name of this run of the job. No other run, of this or any job, has the same. It is the Key of the Orphan
+// if this run has to be recovered.
+func (l *Lease) ID() string { return l.id }
+
+// Fence returns a number that grows with every run of the same job: a fencing token. Store it with the results, and refuse writes
+// that carry a smaller one. It is the moment of Track in milliseconds by Redis' clock.
+func (l *Lease) Fence() int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.start
+}
+
+// Context returns a context that descends from the one given to Track. It is cancelled when the job is lost, and then
+// context.Cause is ErrLost; after Done it is cancelled too.
+func (l *Lease) Context() context.Context {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ctx == nil {
+		// Made on demand: most callers of Track never ask, and a cancellable context costs more than the rest of a lease.
+		l.ctx, l.cancel = context.WithCancelCause(l.parent)
+		if l.state == leaseFinished || l.state == leaseLost {
+			l.cancel(l.err)
+		}
+	}
+	return l.ctx
+}
+
+// Confirm asks Redis whether the job is still this worker's. It returns nil only if it is, ErrLost if it is not, and another error if
+// Redis can't tell. Call it right before what can't be undone. It blocks for a round trip, at most until ctx ends.
+//
+// A nil answer is true for at least the time that is left of OrphanThreshold since the worker's last beat.
+func (l *Lease) Confirm(ctx context.Context) error {
+	l.mu.Lock()
+	home, member, state := l.home, l.member, l.state
+	l.mu.Unlock()
+	switch state {
+	case leaseLost, leaseGiving:
+		return ErrLost
+	case leaseFinished, leaseFinishing:
+		return fmt.Errorf("confirm job %q: already done", l.job.ID)
+	}
+	session, places, err := l.r.where(ctx, home, []string{member})
+	switch {
+	case err != nil:
+		return fmt.Errorf("confirm job %q: %w", l.job.ID, err)
+	case session == sessionLive && places[0] == placeTracked:
+		return nil
+	case session == sessionAbsent, places[0] == placeUnknown, places[0] == placeNoRecord:
+		// Redis lost it. The next beat tracks it again; until then it could not be recovered, but nobody has it either.
+		l.r.heart.kick()
+		return fmt.Errorf("confirm job %q: not in Redis; it will be tracked again", l.job.ID)
+	}
+	return ErrLost // told by Redis; the heartbeat will cancel the context
+}
+
+// Done ends the lease: the job is finished, well or badly, and will not be recovered. It returns ErrLost if the job is somebody
+// else's by now, or will be because its context was cancelled with ErrLost: then do not acknowledge it to its source.
+//
+// Done takes no ctx because it must succeed during shutdown. It blocks for a round trip. Any other error means that
+// Redis did not confirm it in time: Done is kept and repeated with every heartbeat, and calling it again waits again. It is
+// idempotent: a second call returns what the first one did.
+func (l *Lease) Done() error {
+	l.settleAgain()
+	fresh := l.state == leaseActive
+	if fresh {
+		l.state = leaseFinishing
+		l.fin = newOp(opDone, l)
+	}
+	state, fin, home, err := l.state, l.fin, l.home, l.err
+	l.mu.Unlock()
+	switch {
+	case state == leaseGiving:
+		return ErrLost
+	case state != leaseFinishing:
+		return err
+	case fresh:
+		home.submit(fin)
+	default:
+		home.kick()
+	}
+	<-fin.settled
+	if fin.err != nil && !errors.Is(fin.err, ErrLost) {
+		return fmt.Errorf("done with job %q: not confirmed by Redis, will be repeated: %w", l.job.ID, fin.err)
+	}
+	return fin.err
+}
+
+// settleAgain locks l.mu when the lease is not just being tracked again: removing it first would let that write bring it back.
+func (l *Lease) settleAgain() {
+	l.mu.Lock()
+	for l.state == leaseActive && l.again != nil {
+		again := l.again
+		l.mu.Unlock()
+		<-again.settled
+		l.mu.Lock()
+	}
+}
+
+// activate is called when Redis has answered Track, with home.mu held.
+func (l *Lease) activate(start int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.state = leaseActive
+	l.start = start
+}
+
+// finish ends the lease with Redis' answer to Done.
+func (l *Lease) finish(err error) {
+	if l.end(err, leaseFinishing) {
+		if err == nil {
+			l.r.counts.done.Add(1)
+		} else {
+			l.r.noteLost(l)
+		}
+	}
+}
+
+// lose tells the holder that the job is somebody else's. It reports whether that was news.
+// A holder that called Done already is told by Done.
+func (l *Lease) lose() bool {
+	if !l.end(ErrLost, leaseActive, leaseGiving) {
+		return false
+	}
+	l.r.noteLost(l)
+	return true
+}
+
+// end moves the lease to its last state, if it is in one of from.
+func (l *Lease) end(err error, from ...leaseState) bool {
+	l.mu.Lock()
+	ok := false
+	for _, s := range from {
+		ok = ok || l.state == s
+	}
+	if !ok {
+		l.mu.Unlock()
+		return false
+	}
+	l.state, l.err = leaseFinished, err
+	if err != nil {
+		l.state = leaseLost
+	}
+	home, member, cancel := l.home, l.member, l.cancel
+	l.mu.Unlock()
+	if cancel != nil {
+		cancel(err)
+	}
+	home.drop(member)
+	l.r.ended(1)
+	return true
+}
+
+// isActive reports whether the holder runs the job and nothing else is under way for it.
+func (l *Lease) isActive() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.state == leaseActive && l.again == nil
+}

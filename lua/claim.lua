@@ -1,0 +1,145 @@
+-- claim: decides whether an incarnation is dead, and if so takes some of its leases to hand them back.
+-- KEYS[1] session  HASH
+-- KEYS[2] beat     STRING PX
+-- KEYS[3] suspect  STRING PX
+-- KEYS[4] inflight ZSET
+-- KEYS[5] jobs     HASH
+-- KEYS[6] claims   ZSET
+-- KEYS[7] handed   SET
+-- KEYS[8] damaged  any type
+-- ARGV[1] confirmation, ms: how long a suspicion must last
+-- ARGV[2] suspicion's TTL, ms
+-- ARGV[3] claim's time, ms
+-- ARGV[4] at most this many leases
+-- ARGV[5] stop after this many bytes of records
+-- ARGV[6] retention of records, ms; 0 for ever
+-- ARGV[7] retention of the fenced session, ms
+-- ARGV[8] 1: the caller is this incarnation itself and lives; only claims of its own that are due are taken
+-- Returns {verdict, wait, now, fenced, damaged, lease...}
+--   verdict 0 alive; 1 suspect; 2 dead, leases follow; 3 dead, none due now; 4 dead and empty: may be retired
+--   wait    ms until there is something to do: the beat runs out, the suspicion is confirmed, the next claim is due; -1 nothing
+--   now     ms
+--   fenced  1 if this call fenced the session
+--   damaged number of keys that had the wrong type and were put aside
+--   lease   four values each: member, what its claim field says ("start attempts reason"), record or false, checkpoint or false
+-- Atomic: a beat that arrives before this script saves the worker, one that arrives after it finds a fence; there is no between.
+-- Twice: a second copy takes other leases, or none. What the first took is due again when its claim's time is over.
+local session, beat, suspect = KEYS[1], KEYS[2], KEYS[3]
+local inflight, jobs, claims, handed, damaged = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local confirm, suspect_ttl, claim_ttl = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])
+local most, most_bytes = tonumber(ARGV[4]), tonumber(ARGV[5])
+local retention, tombstone, own = tonumber(ARGV[6]), ARGV[7], ARGV[8] == "1"
+local t = redis.call("TIME")
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+
+local function ms(n) return string.format("%.0f", n) end
+
+-- A key of the wrong type can't be read, but it is not ours to destroy: it is put aside for a person to see.
+local put_aside = 0
+for key, want in pairs({[session] = "hash", [inflight] = "zset", [jobs] = "hash", [claims] = "zset", [handed] = "set"}) do
+  local is = redis.call("TYPE", key).ok
+  if is ~= "none" and is ~= want then
+    redis.call("RENAME", key, damaged)
+    redis.call("PEXPIRE", damaged, tombstone)
+    put_aside = put_aside + 1
+  end
+end
+
+local state = redis.call("HGET", session, "state")
+local fenced = 0
+if own then
+  if state ~= "live" then
+    return {0, -1, now, 0, put_aside}
+  end
+elseif state ~= "fenced" then
+  if state == "live" then
+    local left = redis.call("PTTL", beat)
+    if left >= 0 then -- a beat without TTL is nobody's: the next real one replaces it
+      return {0, left, now, 0, put_aside}
+    end
+    local since = redis.pcall("GET", suspect)
+    since = type(since) == "string" and tonumber(since)
+    if not since or since > now then
+      redis.call("SET", suspect, ms(now), "PX", suspect_ttl)
+      return {1, confirm, now, 0, put_aside}
+    end
+    if now - since < confirm then
+      return {1, since + confirm - now, now, 0, put_aside}
+    end
+  end
+  -- Absent sessions are fenced too: a join or a Track that is still under way must not find the door open.
+  redis.call("HSET", session, "state", "fenced")
+  redis.call("DEL", beat, suspect)
+  fenced = 1
+end
+
+local answer = {2, -1, now, fenced, put_aside}
+local taken, bytes = 0, 0
+local until_ms = ms(now + claim_ttl)
+
+-- take answers one lease and renews its claim. start, ms, is for one that was not claimed before.
+local function take(id, start)
+  local fields = redis.call("HMGET", jobs, id, id .. ".cp", id .. ".claim")
+  local record, checkpoint, meta = fields[1], fields[2], fields[3]
+  if not meta then
+    meta = start .. " 0 crashed"
+    redis.call("HSET", jobs, id .. ".claim", meta)
+  end
+  redis.call("ZADD", claims, until_ms, id)
+  for _, v in ipairs({id, meta, record, checkpoint}) do
+    answer[#answer + 1] = v
+  end
+  taken = taken + 1
+  bytes = bytes + (record and #record or 0) + (checkpoint and #checkpoint or 0)
+end
+
+local function full() return taken >= most or bytes >= most_bytes end
+
+for _, id in ipairs(redis.call("ZRANGEBYSCORE", claims, "-inf", ms(now), "LIMIT", 0, most)) do
+  if full() then break end
+  take(id, "0")
+end
+if not own then
+  local page = redis.call("ZRANGE", inflight, 0, most - 1, "WITHSCORES")
+  for i = 1, #page, 2 do
+    if full() then break end
+    redis.call("ZREM", inflight, page[i])
+    take(page[i], ms(tonumber(page[i + 1])))
+  end
+  -- Records without an index: only damage, or a death inside of a retried Track, leaves them. Understood, so handed back.
+  if taken == 0 and redis.call("ZCARD", inflight) == 0 and redis.call("HLEN", jobs) > 0 then
+    local field_of = redis.call("HSCAN", jobs, 0, "COUNT", most)[2]
+    for i = 1, #field_of, 2 do
+      if full() then break end
+      local field = field_of[i]
+      local member = string.match(field, "^(.*)%.claim$") or string.match(field, "^(.*)%.cp$")
+      if member then
+        if redis.call("HEXISTS", jobs, member) == 0 and not redis.call("ZSCORE", claims, member) then
+          redis.call("HDEL", jobs, field)
+        end
+      elseif not redis.call("ZSCORE", claims, field) then
+        take(field, "0")
+      end
+    end
+  end
+  -- As long as anybody looks after them, records do not expire.
+  if retention > 0 then
+    for _, key in ipairs({inflight, jobs, claims}) do
+      redis.call("PEXPIRE", key, retention)
+    end
+  end
+  redis.call("PEXPIRE", session, tombstone)
+  redis.call("PEXPIRE", handed, tombstone)
+end
+
+if taken == 0 then
+  local next_due = redis.call("ZRANGE", claims, 0, 0, "WITHSCORES")
+  if next_due[2] then
+    answer[1], answer[2] = 3, math.max(0, tonumber(next_due[2]) - now)
+  elseif redis.call("ZCARD", inflight) == 0 and redis.call("HLEN", jobs) == 0 then
+    answer[1] = 4
+  else
+    answer[1] = 3
+  end
+end
+return answer

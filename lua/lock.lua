@@ -1,0 +1,19 @@
+-- lock: takes or extends the sweep lock. Its value is a sign and the holder's token: + sweeping, - resting until the TTL ends,
+-- which is what paces the fleet.
+-- KEYS[1] gc STRING PX
+-- ARGV[1] token
+-- ARGV[2] TTL, ms
+-- ARGV[3] 1: a lock whose holder only rests may be taken (a sweep on demand)
+-- Returns {1, TTL ms} ours; {0, ms until it ends} somebody else's.
+-- Atomic: compare and set.
+-- Twice: ours already is ours again. A plain SET NX whose reply was lost would look like somebody else's lock.
+local gc, token, ttl, barge = KEYS[1], ARGV[1], ARGV[2], ARGV[3] == "1"
+
+local held = redis.pcall("GET", gc)
+local readable = type(held) == "string"
+local free = held == false or not readable -- a key of the wrong type must not stop the fleet's sweeps for ever
+if free or string.sub(held, 2) == token or (barge and string.sub(held, 1, 1) == "-") then
+  redis.call("SET", gc, "+" .. token, "PX", ttl)
+  return {1, tonumber(ttl)}
+end
+return {0, redis.call("PTTL", gc)}

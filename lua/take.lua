@@ -1,0 +1,32 @@
+-- take: a live worker gives up some of its own leases, to hand them back itself.
+-- KEYS[1] inflight ZSET
+-- KEYS[2] jobs     HASH
+-- KEYS[3] claims   ZSET
+-- ARGV[1] claim's time, ms
+-- ARGV[2] reason
+-- ARGV[3...] leases
+-- Returns for each lease its start, ms, or false: it is not ours to give (a sweeper has it, or it is done).
+-- Atomic: from the index into the claims in one step, so that a crash leaves it in exactly one.
+-- Twice: the reason beside the claim tells a copy, which answers as the first call did.
+local inflight, jobs, claims = KEYS[1], KEYS[2], KEYS[3]
+local claim_ttl, reason = tonumber(ARGV[1]), ARGV[2]
+local t = redis.call("TIME")
+local until_ms = string.format("%.0f", t[1] * 1000 + math.floor(t[2] / 1000) + claim_ttl)
+
+local answer = {}
+for i = 3, #ARGV do
+  local id = ARGV[i]
+  local start = redis.call("ZSCORE", inflight, id)
+  if start then
+    start = string.format("%.0f", tonumber(start))
+    redis.call("ZREM", inflight, id)
+    redis.call("ZADD", claims, until_ms, id)
+    redis.call("HSET", jobs, id .. ".claim", start .. " 0 " .. reason)
+  else
+    local meta = redis.call("HGET", jobs, id .. ".claim")
+    local at, why = string.match(meta or "", "^(%d+) 0 (.*)$")
+    start = why == reason and at
+  end
+  answer[#answer + 1] = start or false
+end
+return answer

@@ -1,0 +1,204 @@
+package recovery
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// A record is what Redis keeps of a job. Its first byte is its version; a reader that does not know the version must
+// not guess, and must not delete.
+//
+//	byte     recordVersion
+//	byte     flags: flagSealed
+//	string   job ID       (strings and byte strings: uvarint length, then the bytes)
+//	string   queue
+//	varint   timeout, ms; -1 none; 0 as configured
+//	varint   max recoveries; -1 none; 0 as configured
+//	bytes    body, sealed if there is a Codec: uvarint number of headers, their strings, then the payload to the end
+//
+// ID and queue stay readable in a sealed record, so that a record which can't be opened can still be named to a person.
+const (
+	recordVersion = 1
+	flagSealed    = 1 << 0
+)
+
+var errTruncated = errors.New("record is cut short")
+
+// encodeRecord writes job as it is kept in Redis. lease is bound to the sealed body, so that records can't be swapped.
+func encodeRecord(job *Job, lease string, codec Codec) ([]byte, error) {
+	size := 2 + len(job.ID) + len(job.Queue) + len(job.Payload) + 4*binary.MaxVarintLen32
+	for k, v := range job.Headers {
+		size += len(k) + len(v) + 2*binary.MaxVarintLen32
+	}
+	var flags byte
+	if codec != nil {
+		flags |= flagSealed
+	}
+	b := make([]byte, 0, size)
+	b = append(b, recordVersion, flags)
+	b = appendString(b, job.ID)
+	b = appendString(b, job.Queue)
+	b = binary.AppendVarint(b, timeoutToMS(job.Timeout))
+	b = binary.AppendVarint(b, int64(job.MaxRecoveries))
+	if codec == nil {
+		return appendBody(b, job), nil
+	}
+	sealed, err := codec.Seal(appendBody(nil, job), []byte(lease))
+	if err != nil {
+		return nil, fmt.Errorf("seal: %w", err)
+	}
+	return append(b, sealed...), nil
+}
+
+func appendBody(b []byte, job *Job) []byte {
+	b = binary.AppendUvarint(b, uint64(len(job.Headers)))
+	for k, v := range job.Headers {
+		b = appendString(appendString(b, k), v)
+	}
+	return append(b, job.Payload...)
+}
+
+// decodeRecord reads a record. What could be read is in the job even if there is an error.
+func decodeRecord(raw []byte, lease string, codec Codec) (job Job, err error) {
+	if len(raw) < 2 {
+		return job, errTruncated
+	}
+	if raw[0] != recordVersion {
+		return job, fmt.Errorf("record has version %d, this program knows %d", raw[0], recordVersion)
+	}
+	flags := raw[1]
+	if flags&^flagSealed != 0 {
+		return job, fmt.Errorf("record has unknown flags %#x", flags)
+	}
+	d := decoder{rest: raw[2:]}
+	job.ID = d.string()
+	job.Queue = d.string()
+	timeout, limit := d.varint(), d.varint()
+	if d.err != nil {
+		return job, d.err
+	}
+	job.Timeout = timeoutFromMS(timeout)
+	job.MaxRecoveries = int(limit)
+	body := d.rest
+	if flags&flagSealed != 0 {
+		if codec == nil {
+			return job, errors.New("record is sealed and there is no Codec")
+		}
+		if body, err = openBody(body, lease, codec); err != nil {
+			return job, err
+		}
+	}
+	return job, decodeBody(body, &job)
+}
+
+// openBody guards against a Codec that panics on bytes it never wrote.
+func openBody(body []byte, lease string, codec Codec) (plain []byte, err error) {
+	perr := guard(func() { plain, err = codec.Open(body, []byte(lease)) })
+	if err = errors.Join(err, perr); err != nil {
+		return nil, fmt.Errorf("open: %w", err)
+	}
+	return plain, nil
+}
+
+func decodeBody(body []byte, job *Job) error {
+	d := decoder{rest: body}
+	n := d.uvarint()
+	if n > uint64(len(d.rest))/2 {
+		return errTruncated
+	}
+	for ; n > 0 && d.err == nil; n-- {
+		if job.Headers == nil {
+			job.Headers = make(map[string]string, n)
+		}
+		k := d.string()
+		job.Headers[k] = d.string()
+	}
+	if d.err != nil {
+		return d.err
+	}
+	job.Payload = slices.Clone(d.rest)
+	return nil
+}
+
+func timeoutToMS(d time.Duration) int64 {
+	if d == NoTimeout {
+		return -1
+	}
+	return ms(d)
+}
+
+func timeoutFromMS(v int64) time.Duration {
+	if v < 0 {
+		return NoTimeout
+	}
+	return time.Duration(v) * time.Millisecond
+}
+
+func appendString(b []byte, s string) []byte {
+	return append(binary.AppendUvarint(b, uint64(len(s))), s...)
+}
+
+// decoder reads fields until one does not fit; then err is set and everything after reads as zero.
+type decoder struct {
+	rest []byte
+	err  error
+}
+
+func (d *decoder) string() string {
+	n := d.uvarint()
+	if d.err != nil || n > uint64(len(d.rest)) {
+		d.err = errTruncated
+		return ""
+	}
+	s := string(d.rest[:n])
+	d.rest = d.rest[n:]
+	return s
+}
+
+func (d *decoder) uvarint() uint64 {
+	v, n := binary.Uvarint(d.rest)
+	d.skip(n)
+	return v
+}
+
+func (d *decoder) varint() int64 {
+	v, n := binary.Varint(d.rest)
+	d.skip(n)
+	return v
+}
+
+func (d *decoder) skip(n int) {
+	if n <= 0 || d.err != nil {
+		d.err, d.rest = errTruncated, nil
+		return
+	}
+	d.rest = d.rest[n:]
+}
+
+// validate refuses what can't be recorded. It never looks at the contents of ID or payload: any byte is allowed.
+func (j *Job) validate(cfg *Config) error {
+	headers := 0
+	for k, v := range j.Headers {
+		headers += len(k) + len(v)
+	}
+	switch {
+	case j.ID == "":
+		return fmt.Errorf("%w: ID is empty", ErrInvalidJob)
+	case len(j.ID) > maxJobID:
+		return fmt.Errorf("%w: ID has %d bytes, at most %d", ErrInvalidJob, len(j.ID), maxJobID)
+	case len(j.Queue) > maxJobID:
+		return fmt.Errorf("%w: Queue of job %q has %d bytes, at most %d", ErrInvalidJob, j.ID, len(j.Queue), maxJobID)
+	case headers > maxHeaders:
+		return fmt.Errorf("%w: Headers of job %q have %d bytes, at most %d", ErrInvalidJob, j.ID, headers, maxHeaders)
+	case j.Timeout < 0 && j.Timeout != NoTimeout, j.Timeout > 0 && j.Timeout < minInterval:
+		return fmt.Errorf("%w: Timeout of job %q is %v, at least %v, or 0 as configured, or NoTimeout", ErrInvalidJob, j.ID, j.Timeout, minInterval)
+	case j.MaxRecoveries < NoLimit:
+		return fmt.Errorf("%w: MaxRecoveries of job %q is %d, at least 0, or NoLimit", ErrInvalidJob, j.ID, j.MaxRecoveries)
+	case len(j.Payload) > cfg.MaxPayload:
+		return fmt.Errorf("%w: job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Payload), cfg.MaxPayload)
+	}
+	return nil
+}

@@ -1,0 +1,378 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// sweeper finds dead workers and has their jobs handed back. One worker of the fleet sweeps per SweepInterval: the lock decides
+// which. Between two passes its holder looks at those workers whose time comes earlier: a beat that would run out, a suspicion that
+// will be confirmed, a claim that falls due. That is what keeps recovery within OrphanThreshold + SweepInterval.
+type sweeper struct {
+	r    *Recoverer
+	lock *gcLock
+
+	// Owned by the loop.
+	nextPass time.Time
+	watch    map[string]time.Time // worker -> when to look at it, if before the next pass
+}
+
+// SweepReport tells what one pass found and did.
+type SweepReport struct {
+	Skipped    bool // somebody else is sweeping; nothing was done
+	Workers    int  // looked at
+	Alive      int
+	Suspected  int // silent, not yet confirmed
+	Fenced     int // declared dead by this pass
+	Retired    int // recovered completely
+	HandedBack int // orphans accepted by the Enqueuer
+	Postponed  int // orphans to be handed back later: refused, or waiting for Backoff
+	Buried     int // orphans put into the dead letters
+	Took       time.Duration
+}
+
+func (s *SweepReport) found() bool {
+	return s.Suspected+s.Fenced+s.Retired+s.HandedBack+s.Postponed+s.Buried > 0
+}
+
+// pass is one sweep under way. Workers are recovered concurrently.
+type pass struct {
+	*sweeper
+	ctx context.Context
+
+	mu     sync.Mutex // guards what follows
+	report SweepReport
+	watch  map[string]time.Time
+	errs   []error
+}
+
+// Limits of one claim, so that no script holds Redis up for long.
+const (
+	claimLeases = 100
+	claimBytes  = 1 << 20
+	recoverers  = 8 // workers that one pass recovers at a time: one that is slow must not keep the others
+)
+
+func newSweeper(r *Recoverer) *sweeper {
+	return &sweeper{r: r, lock: &gcLock{rdb: r.rdb, key: r.keys.gc(), token: newWorkerID(r.cfg.WorkerName), ttl: r.cfg.GCLockTTL}}
+}
+
+// run sweeps until ctx ends.
+func (s *sweeper) run(ctx context.Context) {
+	// Spread the first looks of a fleet that was started all at once.
+	for wait := s.r.cfg.SweepInterval / 10; sleep(ctx, shorten(wait)); {
+		wait = s.step(ctx)
+	}
+}
+
+// step makes a pass, or a look at single workers, if this worker is the one to do it. It says when to come again.
+func (s *sweeper) step(ctx context.Context) time.Duration {
+	_, err := s.sweepOnce(ctx, false)
+	if err != nil && ctx.Err() == nil {
+		s.r.log.Error("recovery: sweep failed in part", "worker", s.r.WorkerID(), "err", err)
+	}
+	now := time.Now()
+	next := s.nextPass
+	for _, t := range s.watch {
+		if t.Before(next) {
+			next = t
+		}
+	}
+	// Never in a tight loop, and a little after the moment: a beat that runs out now is there for another millisecond.
+	return max(next.Sub(now), s.r.cfg.SweepInterval/20, time.Millisecond) + 2*time.Millisecond
+}
+
+// sweepOnce takes the lock and looks: at everybody if a pass is due, else at those that are watched. now makes it a pass.
+func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) {
+	began := time.Now()
+	p := &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time)}
+	p.resumeOwn()
+	held, err := bounded(ctx, s.r.group, s.r.tm.call, func(ctx context.Context) (hold, error) { return s.lock.acquire(ctx, now) })
+	if err != nil || !held.ours {
+		wait := s.r.cfg.SweepInterval
+		if err == nil {
+			p.report.Skipped = true
+			wait = min(wait, held.left)
+		}
+		// Everybody sees the lock end at the same moment: do not come all at once.
+		s.nextPass, s.watch = began.Add(wait+spread(s.r.cfg.SweepInterval/8)), p.watch
+		return p.report, errors.Join(append(p.errs, err)...)
+	}
+	stop := s.renewLock(ctx)
+	if now || !began.Before(s.nextPass) {
+		s.nextPass = began.Add(s.r.cfg.SweepInterval)
+		p.everybody()
+		s.r.counts.sweeps.Add(1)
+	} else {
+		p.due(s.watch, began)
+	}
+	stop()
+	if err := s.lock.rest(ctx); err != nil {
+		p.errs = append(p.errs, err)
+	}
+	s.watch = p.watch
+	p.report.Took = time.Since(began)
+	s.tell(p.report)
+	return p.report, errors.Join(p.errs...)
+}
+
+func (s *sweeper) tell(report SweepReport) {
+	if report.found() {
+		s.r.log.Info("recovery: sweep", "worker", s.r.WorkerID(), "workers", report.Workers, "suspected", report.Suspected,
+			"fenced", report.Fenced, "retired", report.Retired, "handed_back", report.HandedBack, "postponed", report.Postponed,
+			"buried", report.Buried, "took", report.Took)
+	}
+	emit(s.r.log, s.r.cfg.Events.Swept, report)
+}
+
+// renewLock extends the lock while a long pass goes on. Losing it is harmless: then two sweep.
+func (s *sweeper) renewLock(ctx context.Context) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	s.r.group.spawn(func() {
+		for sleep(ctx, max(s.lock.ttl/3, minInterval/2)) {
+			_, _ = s.lock.acquire(ctx, false)
+		}
+	})
+	return cancel
+}
+
+// everybody looks at the whole registry.
+func (p *pass) everybody() {
+	err := p.r.scan(p.ctx, p.lookAt)
+	if err != nil {
+		p.errs = append(p.errs, err)
+	}
+}
+
+// due looks at the watched workers whose time has come, and goes on watching the others.
+func (p *pass) due(watch map[string]time.Time, now time.Time) {
+	var ids []string
+	for id, t := range watch {
+		if t.After(now) {
+			p.watch[id] = t
+		} else {
+			ids = append(ids, id)
+		}
+	}
+	if len(ids) > 0 {
+		p.lookAt(ids)
+	}
+}
+
+// lookAt recovers those of ids that are dead.
+func (p *pass) lookAt(ids []string) {
+	self := p.r.WorkerID()
+	var silent []string
+	for _, v := range p.r.look(p.ctx, ids) {
+		p.report.Workers++
+		switch {
+		case v.err != nil:
+			p.errs = append(p.errs, v.err)
+		case v.id == self || v.alive:
+			p.report.Alive++
+			p.watchFor(v.id, v.left)
+		default:
+			silent = append(silent, v.id)
+		}
+	}
+	p.r.each(recoverers, silent, p.recoverWorker)
+}
+
+// watchFor looks at a worker again after wait, if the next pass would be later than that.
+func (p *pass) watchFor(id string, wait time.Duration) {
+	if wait < 0 || wait > p.r.cfg.SweepInterval+p.r.cfg.SweepInterval/4 || id == p.r.WorkerID() {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.watch[id] = time.Now().Add(wait)
+}
+
+func (p *pass) count(f func(*SweepReport)) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f(&p.report)
+}
+
+func (p *pass) fail(err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.errs = append(p.errs, err)
+}
+
+// recoverWorker claims a dead worker's leases, page by page, until there is nothing to do now.
+func (p *pass) recoverWorker(id string) {
+	for p.ctx.Err() == nil {
+		c, err := p.r.claim(p.ctx, id, false)
+		if err != nil {
+			p.fail(err)
+			return
+		}
+		p.tellVerdict(id, c)
+		switch c.verdict {
+		case verdictDead:
+			p.handBack(c)
+			continue
+		case verdictEmpty:
+			if err := p.r.deregister(p.ctx, id); err != nil {
+				p.fail(err)
+				return
+			}
+			p.count(func(s *SweepReport) { s.Retired++ })
+		default:
+			p.watchFor(id, c.wait)
+		}
+		return
+	}
+}
+
+func (p *pass) tellVerdict(id string, c *claim) {
+	log := p.r.log
+	if c.damaged > 0 {
+		log.Error("recovery: keys of the wrong type were put aside", "worker", id, "keys", c.damaged, "aside", p.r.keys.worker(id).damaged)
+	}
+	if c.fenced {
+		p.r.counts.fencedPeers.Add(1)
+		p.count(func(s *SweepReport) { s.Fenced++ })
+		log.Warn("recovery: worker declared dead", "worker", id, "by", p.r.WorkerID())
+	}
+	switch c.verdict {
+	case verdictAlive:
+		p.count(func(s *SweepReport) { s.Alive++ })
+	case verdictSuspect:
+		p.count(func(s *SweepReport) { s.Suspected++ })
+		p.r.counts.suspected.Add(1)
+		log.Warn("recovery: worker suspected dead", "worker", id, "wait", c.wait, "by", p.r.WorkerID())
+		emit(log, p.r.cfg.Events.Suspected, SuspectedInfo{Worker: id, Wait: c.wait})
+	}
+}
+
+func (p *pass) handBack(c *claim) {
+	h := p.r.handBack(p.ctx, c)
+	p.count(func(s *SweepReport) {
+		s.HandedBack += h.handedBack
+		s.Postponed += h.postponed
+		s.Buried += h.buried
+		if h.err != nil {
+			p.errs = append(p.errs, h.err)
+		}
+	})
+}
+
+// resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does.
+func (p *pass) resumeOwn() {
+	inc := p.r.current.Load()
+	// Cleared before the look: a lease that is given up during it sets the flag again.
+	if inc == nil || !p.r.owes.Swap(false) {
+		return
+	}
+	p.r.retryGiveUps(p.ctx)
+	for p.ctx.Err() == nil {
+		c, err := p.r.claim(p.ctx, inc.id, true)
+		if err != nil {
+			p.r.owes.Store(true)
+			p.fail(err)
+			return
+		}
+		if c.verdict == verdictDead {
+			p.handBack(c)
+			continue
+		}
+		if c.verdict == verdictIdle && c.wait >= 0 {
+			p.r.owes.Store(true)
+			p.mu.Lock()
+			p.watch[inc.id] = time.Now().Add(c.wait)
+			p.mu.Unlock()
+		}
+		return
+	}
+	p.r.owes.Store(true)
+}
+
+// verdict is claim.lua's decision about a worker.
+type verdict int64
+
+const (
+	verdictAlive verdict = iota
+	verdictSuspect
+	verdictDead  // leases were claimed
+	verdictIdle  // dead, and no lease is due now
+	verdictEmpty // dead, and nothing is left
+)
+
+// claim is what claim.lua answered.
+type claim struct {
+	worker  string
+	keys    workerKeys
+	verdict verdict
+	wait    time.Duration // until there is something to do; negative: never
+	now     int64         // ms, Redis' clock
+	fenced  bool          // by this call
+	damaged int
+	leases  []claimedLease
+	until   time.Time // local; when the claim runs out
+}
+
+// claimedLease is one lease of a dead worker. Nobody else hands it back before the claim runs out.
+type claimedLease struct {
+	member     string
+	start      int64 // ms; 0 if it is not known
+	attempts   int
+	reason     Reason
+	record     []byte
+	checkpoint []byte
+}
+
+// claim decides about a worker and takes some of its leases. own is for this worker's own claims that are due.
+func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, error) {
+	k := r.keys.worker(id)
+	c := &claim{worker: id, keys: k, until: time.Now().Add(r.tm.claimTTL)}
+	keys := []string{k.session, k.beat, k.suspect, k.inflight, k.jobs, k.claims, k.handed, k.damaged}
+	flag := 0
+	if own {
+		flag = 1
+	}
+	a, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (*replies, error) {
+		cmd, err := r.runReplicated(ctx, claimScript, keys, ms(r.tm.confirm), ms(r.tm.suspectTTL), ms(r.tm.claimTTL),
+			claimLeases, claimBytes, ms(r.tm.retention), ms(r.tm.tombstone), flag)
+		if err != nil {
+			return nil, err
+		}
+		return answerOf(cmd)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("claim leases of worker %q: %w", id, err)
+	}
+	c.verdict = verdict(a.int())
+	if wait := a.int(); wait < 0 {
+		c.wait = -1
+	} else {
+		c.wait = time.Duration(wait) * time.Millisecond
+	}
+	c.now, c.fenced, c.damaged = a.int(), a.int() == 1, int(a.int())
+	for a.more() {
+		l := claimedLease{member: a.string()}
+		l.start, l.attempts, l.reason = parseClaimField(a.string())
+		l.record, l.checkpoint = a.bytes(), a.bytes()
+		c.leases = append(c.leases, l)
+	}
+	if a.err != nil {
+		return nil, fmt.Errorf("claim leases of worker %q: %w", id, a.err)
+	}
+	return c, nil
+}
+
+// parseClaimField reads "start attempts reason". What can't be read is taken as unknown: a damaged note must not keep a job from
+// being handed back.
+func parseClaimField(s string) (start int64, attempts int, reason Reason) {
+	var word string
+	_, _ = fmt.Sscanf(s, "%d %d %s", &start, &attempts, &word)
+	return start, attempts, parseReason(word)
+}
+
+func formatClaimField(l *claimedLease) string {
+	return fmt.Sprintf("%d %d %s", l.start, l.attempts, l.reason)
+}
