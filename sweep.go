@@ -35,7 +35,7 @@ type SweepReport struct {
 }
 
 func (s *SweepReport) found() bool {
-	return s.Suspected+s.Fenced+s.Retired+s.HandedBack+s.Postponed+s.Buried > 0
+	return s.Fenced+s.Retired+s.HandedBack+s.Postponed+s.Buried > 0
 }
 
 // pass is one sweep under way. Workers are recovered concurrently.
@@ -234,19 +234,20 @@ func (p *pass) tellVerdict(id string, c *claim) {
 	if c.damaged > 0 {
 		log.Error("recovery: keys of the wrong type were put aside", "worker", id, "keys", c.damaged, "aside", p.r.keys.worker(id).damaged)
 	}
-	if c.fenced {
-		p.r.counts.fencedPeers.Add(1)
-		p.count(func(s *SweepReport) { s.Fenced++ })
-		log.Warn("recovery: worker declared dead", "worker", id, "by", p.r.WorkerID())
-	}
-	switch c.verdict {
-	case verdictAlive:
+	switch {
+	case c.verdict == verdictAlive:
 		p.count(func(s *SweepReport) { s.Alive++ })
-	case verdictSuspect:
+	case c.verdict == verdictSuspect:
 		p.count(func(s *SweepReport) { s.Suspected++ })
-		p.r.counts.suspected.Add(1)
-		log.Warn("recovery: worker suspected dead", "worker", id, "wait", c.wait, "by", p.r.WorkerID())
-		emit(log, p.r.cfg.Events.Suspected, SuspectedInfo{Worker: id, Wait: c.wait})
+		if c.news {
+			p.r.counts.suspected.Add(1)
+			log.Warn("recovery: worker suspected dead", "worker", id, "wait", c.wait, "by", p.r.WorkerID())
+			emit(log, p.r.cfg.Events.Suspected, SuspectedInfo{Worker: id, Wait: c.wait})
+		}
+	case c.news:
+		p.count(func(s *SweepReport) { s.Fenced++ })
+		p.r.counts.fencedPeers.Add(1)
+		log.Warn("recovery: worker declared dead", "worker", id, "by", p.r.WorkerID())
 	}
 }
 
@@ -310,7 +311,7 @@ type claim struct {
 	verdict verdict
 	wait    time.Duration // until there is something to do; negative: never
 	now     int64         // ms, Redis' clock
-	fenced  bool          // by this call
+	news    bool          // this call made the suspicion, or the fence
 	damaged int
 	leases  []claimedLease
 	until   time.Time // local; when the claim runs out
@@ -352,7 +353,7 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	} else {
 		c.wait = time.Duration(wait) * time.Millisecond
 	}
-	c.now, c.fenced, c.damaged = a.int(), a.int() == 1, int(a.int())
+	c.now, c.news, c.damaged = a.int(), a.int() == 1, int(a.int())
 	for a.more() {
 		l := claimedLease{member: a.string()}
 		l.start, l.attempts, l.reason = parseClaimField(a.string())

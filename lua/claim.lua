@@ -15,11 +15,11 @@
 -- ARGV[6] retention of records, ms; 0 for ever
 -- ARGV[7] retention of the fenced session, ms
 -- ARGV[8] 1: the caller is this incarnation itself and lives; only claims of its own that are due are taken
--- Returns {verdict, wait, now, fenced, damaged, lease...}
+-- Returns {verdict, wait, now, news, damaged, lease...}
 --   verdict 0 alive; 1 suspect; 2 dead, leases follow; 3 dead, none due now; 4 dead and empty: may be retired
 --   wait    ms until there is something to do: the beat runs out, the suspicion is confirmed, the next claim is due; -1 nothing
 --   now     ms
---   fenced  1 if this call fenced the session
+--   news    1 if this call made the suspicion, or the fence
 --   damaged number of keys that had the wrong type and were put aside
 --   lease   four values each: member, what its claim field says ("start attempts reason"), record or false, checkpoint or false
 -- Atomic: a beat that arrives before this script saves the worker, one that arrives after it finds a fence; there is no between.
@@ -61,7 +61,7 @@ elseif state ~= "fenced" then
     since = type(since) == "string" and tonumber(since)
     if not since or since > now then
       redis.call("SET", suspect, ms(now), "PX", suspect_ttl)
-      return {1, confirm, now, 0, put_aside}
+      return {1, confirm, now, 1, put_aside}
     end
     if now - since < confirm then
       return {1, since + confirm - now, now, 0, put_aside}
