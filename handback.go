@@ -73,7 +73,7 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 	o := &orphan{lease: l}
 	o.Key, o.Worker, o.Reason, o.Checkpoint = leaseID(c.worker, l.member), c.worker, l.reason, l.checkpoint
 	if l.start > 0 {
-		o.TrackedAt = time.UnixMilli(l.start)
+		o.TrackedAt = time.UnixMicro(l.start)
 	}
 	if l.record == nil {
 		o.grave, o.err = "record missing", errors.New("the index has the lease, but there is no record of its job")
@@ -149,7 +149,7 @@ func (r *Recoverer) enqueueEach(ctx context.Context, c *claim, ready []*orphan, 
 	start, cancel := context.WithDeadline(ctx, c.until.Add(-r.cfg.EnqueueTimeout))
 	defer cancel()
 	if r.batch != nil {
-		r.enqueueBatch(start, c, ready)
+		r.enqueueBatch(start, ready)
 		done(ready)
 		return
 	}
@@ -163,7 +163,7 @@ func (r *Recoverer) enqueueEach(ctx context.Context, c *claim, ready []*orphan, 
 			}
 			r.group.spawn(func() {
 				defer r.freeSlot()
-				r.offer(c, o)
+				r.offer(o)
 				answered <- o
 			})
 		}
@@ -197,15 +197,14 @@ func (r *Recoverer) takeSlot(ctx context.Context) bool {
 
 func (r *Recoverer) freeSlot() { <-r.slots }
 
-func (r *Recoverer) offer(c *claim, o *orphan) {
-	letPass(c, o)
+func (r *Recoverer) offer(o *orphan) {
 	began := time.Now()
 	err := r.enqueue(o.Orphan)
 	o.took = time.Since(began)
 	r.judge(o, err)
 }
 
-func (r *Recoverer) enqueueBatch(start context.Context, c *claim, ready []*orphan) {
+func (r *Recoverer) enqueueBatch(start context.Context, ready []*orphan) {
 	if !r.takeSlot(start) {
 		for _, o := range ready {
 			o.fate = fateLater
@@ -215,7 +214,6 @@ func (r *Recoverer) enqueueBatch(start context.Context, c *claim, ready []*orpha
 	defer r.freeSlot()
 	list := make([]Orphan, len(ready))
 	for i, o := range ready {
-		letPass(c, o)
 		list[i] = o.Orphan
 	}
 	began := time.Now()
@@ -227,13 +225,6 @@ func (r *Recoverer) enqueueBatch(start context.Context, c *claim, ready []*orpha
 			err = errs[i]
 		}
 		r.judge(o, err)
-	}
-}
-
-// letPass makes sure that the next run of the job begins in a later millisecond: its fence must be greater.
-func letPass(c *claim, o *orphan) {
-	if c.now-o.lease.start < 2 {
-		time.Sleep(2 * time.Millisecond)
 	}
 }
 
@@ -289,7 +280,7 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
 	var age time.Duration
 	if o.lease.start > 0 {
-		age = time.Duration(c.now-o.lease.start) * time.Millisecond
+		age = time.UnixMilli(c.now).Sub(o.TrackedAt)
 	}
 	by := r.WorkerID()
 	log := r.log.With("worker", o.Worker, "job", o.ID, "lease", o.Key, "queue", o.Queue, "reason", o.Reason.String(),
@@ -324,13 +315,13 @@ type letter struct {
 	Grave     string `json:"grave"`
 	Reason    string `json:"reason"`
 	Recovery  int    `json:"recovery"`
-	TrackedMS int64  `json:"tracked_ms,omitempty"`
+	TrackedUS int64  `json:"tracked_us,omitempty"`
 	Err       string `json:"err,omitempty"`
 }
 
 // bury writes a dead letter. If that fails the claim is left to run out, and the next sweeper tries again.
 func (r *Recoverer) bury(ctx context.Context, c *claim, o *orphan) error {
-	text := letter{Job: o.ID, Queue: o.Queue, Worker: o.Worker, Grave: o.grave, Reason: o.Reason.String(), Recovery: o.Recovery, TrackedMS: o.lease.start}
+	text := letter{Job: o.ID, Queue: o.Queue, Worker: o.Worker, Grave: o.grave, Reason: o.Reason.String(), Recovery: o.Recovery, TrackedUS: o.lease.start}
 	if o.err != nil {
 		text.Err = o.err.Error()
 	}

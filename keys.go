@@ -91,5 +91,5 @@ func leaseID(worker, member string) string {
 // Fields of W:jobs beside a lease's record, which has the bare member as its name. Members end in a digit.
 const (
 	checkpointField = ".cp"    // the last checkpoint
-	claimField      = ".claim" // start ms, attempts to hand back, reason: written when the lease leaves inflight
+	claimField      = ".claim" // start us, attempts to hand back, reason: written when the lease leaves inflight
 )

@@ -54,7 +54,7 @@ type Lease struct {
 	state  leaseState
 	home   *incarnation
 	member string // the lease's name inside of home
-	start  int64  // ms, Redis' clock
+	start  int64  // us, Redis' clock
 	fin    *op    // Done's write, while finishing
 	again  *op    // the write that tracks it again, while under way
 	ctx    context.Context
@@ -74,7 +74,8 @@ func (l *Lease) Job() Job {
 func (l *Lease) ID() string { return l.id }
 
 // Fence returns a number that grows with every run of the same job: a fencing token. Store it with the results, and refuse writes
-// that carry a smaller one. It is the moment of Track in milliseconds by Redis' clock.
+// that carry a smaller one. It is the moment of Track in microseconds by Redis' clock. On a
+// Cluster runs may begin on different nodes: there it grows as far as their clocks agree to within OrphanThreshold.
 func (l *Lease) Fence() int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -232,9 +232,8 @@ func (r *Recoverer) handOver(ctx context.Context, g giveUp) {
 	if start == 0 {
 		return // a sweeper has it already
 	}
-	c.now = start + 2
+	c.now = time.Now().UnixMilli()
 	c.leases = []claimedLease{{member: member, start: start, reason: g.reason, record: g.lease.record}}
-	time.Sleep(2 * time.Millisecond) // its next run must have a greater fence
 	if h := r.handBack(ctx, c); h.err != nil || h.postponed > 0 {
 		r.owes.Store(true)
 	}

@@ -320,7 +320,7 @@ type claim struct {
 // claimedLease is one lease of a dead worker. Nobody else hands it back before the claim runs out.
 type claimedLease struct {
 	member     string
-	start      int64 // ms; 0 if it is not known
+	start      int64 // us; 0 if it is not known
 	attempts   int
 	reason     Reason
 	record     []byte

@@ -77,7 +77,7 @@ local answer = {2, -1, now, fenced, put_aside}
 local taken, bytes = 0, 0
 local until_ms = ms(now + claim_ttl)
 
--- take answers one lease and renews its claim. start, ms, is for one that was not claimed before.
+-- take answers one lease and renews its claim. start, us, is for one that was not claimed before.
 local function take(id, start)
   local fields = redis.call("HMGET", jobs, id, id .. ".cp", id .. ".claim")
   local record, checkpoint, meta = fields[1], fields[2], fields[3]

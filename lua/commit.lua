@@ -8,13 +8,13 @@
 -- ARGV[1] lane, a field of the session
 -- ARGV[2] number of the batch in its lane; grows
 -- ARGV[3] number of leases to track
--- ARGV[4] 1 if each of those comes with its start, ms (tracked again); 0 if they start now
+-- ARGV[4] 1 if each of those comes with its start, us (tracked again); 0 if they start now
 -- ARGV[5] number of leases that are done
 -- ARGV[6...] leases to track (with their starts), leases done, then further fields of jobs to drop with them
 -- Returns {state, fresh, start, lost...}
 --   state  1 live; 0 fenced; -1 absent. Unless live, nothing was tracked by this call.
 --   fresh  1 if no copy of this batch ran before; 0 if one did. Fenced and not fresh: tracked before, and lost since.
---   start  ms, of the leases tracked now
+--   start  us, of the leases tracked now; grows with every batch, also within one microsecond
 --   lost   positions, from 1, of done leases that somebody else has taken
 -- Atomic: the session's state must not change between the check and the writes.
 -- Twice: the lane's number tells a copy, even one that arrives when its leases are long done; it tracks nothing. Done is
@@ -24,11 +24,13 @@ local lane, number = ARGV[1], tonumber(ARGV[2])
 local tracks, scored, dones = tonumber(ARGV[3]), ARGV[4] == "1", tonumber(ARGV[5])
 local chunk = 1000 -- unpack is limited: 7,999 values on Redis, 5,113 on miniredis
 
-local s = redis.call("HMGET", session, "state", lane)
+local function us(n) return string.format("%.0f", n) end
+
+local s = redis.call("HMGET", session, "state", lane, "start")
 local state = s[1] == "live" and 1 or (s[1] and 0 or -1)
 local fresh = number > tonumber(s[2] or 0)
 local t = redis.call("TIME")
-local start = string.format("%.0f", t[1] * 1000 + math.floor(t[2] / 1000))
+local start = us(math.max(t[1] * 1000000 + t[2], tonumber(s[3] or 0) + 1))
 local width = scored and 2 or 1
 local pos = 6
 
@@ -47,7 +49,7 @@ if tracks > 0 then
   else
     -- Refused, or a copy. Drop the records that the HSET before us wrote, except of leases that exist: those were
     -- tracked by the first copy, and their records are the same bytes.
-    start = redis.call("ZSCORE", inflight, ARGV[pos]) or start
+    start = us(tonumber(redis.call("ZSCORE", inflight, ARGV[pos]) or start))
     for i = 1, tracks do
       local id = ARGV[pos]
       if not redis.call("ZSCORE", inflight, id) and not redis.call("ZSCORE", claims, id) then
@@ -58,7 +60,7 @@ if tracks > 0 then
   end
 end
 if state == 1 and fresh then
-  redis.call("HSET", session, lane, number)
+  redis.call("HSET", session, lane, number, "start", start)
 end
 
 local answer = {state, fresh and 1 or 0, start}

@@ -5,7 +5,7 @@
 -- ARGV[1] claim's time, ms
 -- ARGV[2] reason
 -- ARGV[3...] leases
--- Returns for each lease its start, ms, or false: it is not ours to give (a sweeper has it, or it is done).
+-- Returns for each lease its start, us, or false: it is not ours to give (a sweeper has it, or it is done).
 -- Atomic: from the index into the claims in one step, so that a crash leaves it in exactly one.
 -- Twice: the reason beside the claim tells a copy, which answers as the first call did.
 local inflight, jobs, claims = KEYS[1], KEYS[2], KEYS[3]
