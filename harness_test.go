@@ -135,7 +135,8 @@ func (m *member) halt() {
 
 // fast is a config whose times are short enough for real time.
 func fast() Config {
-	return Config{HeartbeatInterval: 50 * time.Millisecond, OrphanThreshold: 300 * time.Millisecond, SweepInterval: 50 * time.Millisecond}
+	return Config{HeartbeatInterval: 50 * time.Millisecond, OrphanThreshold: 300 * time.Millisecond, SweepInterval: 50 * time.Millisecond,
+		EnqueueTimeout: time.Second}
 }
 
 // join makes a worker and starts it.
@@ -289,7 +290,7 @@ type faultMode int
 const (
 	failBefore faultMode = iota // it never reaches Redis
 	loseReply                   // executed, but the caller is told that the connection broke
-	doubled2                    // executed twice, as by a client that retries; the second answer is returned
+	twice                       // executed twice, as by a client that retries; the second answer is returned
 	slow                        // it takes a while
 	hang                        // no answer until ctx ends
 )
@@ -299,7 +300,8 @@ type fault struct {
 	on    string // script's stem or command in lower case; "" for all
 	times int    // -1: always
 	delay time.Duration
-	then  func() // called after it struck
+
+	between func() // twice: called between the two
 }
 
 // faults is a hook of a client. It also counts.
@@ -365,15 +367,15 @@ func (f *faults) strike(ctx context.Context, names []string, next func() error) 
 	if rule == nil {
 		return next()
 	}
-	if rule.then != nil {
-		defer rule.then()
-	}
 	switch rule.mode {
 	case loseReply:
 		_ = next()
 		return errInjected
-	case doubled2:
+	case twice:
 		_ = next()
+		if rule.between != nil {
+			rule.between()
+		}
 		return next()
 	case slow:
 		sleep(ctx, rule.delay)

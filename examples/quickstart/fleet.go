@@ -11,17 +11,21 @@ import (
 	"time"
 )
 
-// proc is one worker process, as its parent sees it. All but event's senders belongs to the goroutine that reads fleet.events.
+// proc is one worker process, as its parent sees it.
 type proc struct {
+	// Fixed after start.
 	name  string
 	cmd   *exec.Cmd
 	stdin io.Closer
 
-	running []string  // jobs, in the order in which they began
-	killed  bool      // by us
-	gone    bool      // has ended
-	goneAt  time.Time // when it was killed, or ended
-	orphans []string  // what it was running then
+	// Owned by the goroutine that reads fleet.events.
+	joined    bool
+	running   []string // jobs, in the order in which they began
+	lastStart time.Time
+	killed    bool      // by us
+	gone      bool      // has ended
+	goneAt    time.Time // when it was killed, or ended
+	orphans   []string  // what it was running then
 }
 
 // event is something that a worker said, or its end.
@@ -105,10 +109,14 @@ func (f *fleet) leave() {
 }
 
 // alive counts the workers that have not ended.
-func (f *fleet) alive() int {
-	n := 0
+func (f *fleet) alive() int { return f.count(func(p *proc) bool { return !p.gone }) }
+
+// standing counts those that are not about to end by our kill, either.
+func (f *fleet) standing() int { return f.count(func(p *proc) bool { return !p.gone && !p.killed }) }
+
+func (f *fleet) count(match func(*proc) bool) (n int) {
 	for _, p := range f.procs {
-		if !p.gone {
+		if match(p) {
 			n++
 		}
 	}

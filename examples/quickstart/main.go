@@ -3,7 +3,8 @@
 //
 //	go run ./examples/quickstart
 //
-// Redis is embedded, unless -redis names a server. How the library is used is in worker.go.
+// Redis is embedded, unless -redis names a server. Do kill more of the workers yourself: their process ids are shown. How the
+// library is used is in worker.go; the other files are the show around it.
 package main
 
 import (
@@ -12,6 +13,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -65,26 +67,35 @@ func exit(err error, code int) {
 func parse(args []string) (options, error) {
 	var o options
 	f := flag.NewFlagSet("quickstart", flag.ContinueOnError)
+	f.SetOutput(io.Discard) // errors are printed by exit
 	f.StringVar(&o.redis, "redis", "", "`address` of a Redis server, host:port or redis:// URL (default: an embedded one)")
 	f.IntVar(&o.workers, "workers", 3, "`number` of worker processes, 1 to 50")
 	f.IntVar(&o.jobs, "jobs", 60, "`number` of jobs, 1 to 10000")
 	f.IntVar(&o.kill, "kill", 1, "`number` of workers to kill, 0 to workers-1")
 	if err := f.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			f.SetOutput(os.Stdout)
+			f.Usage()
+		}
 		return o, err
 	}
-	if f.NArg() > 0 {
-		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
-	}
-	return o, errors.Join(
-		within("-workers", o.workers, 1, 50, ""),
-		within("-jobs", o.jobs, 1, 10000, ""),
-		within("-kill", o.kill, 0, max(0, o.workers-1), ": one worker must survive"),
-	)
+	return o, o.validate(f.Args())
 }
 
-func within(name string, value, low, high int, why string) error {
-	if value < low || value > high {
-		return fmt.Errorf("%s is %d, must be from %d to %d%s", name, value, low, high, why)
+// validate reports every problem at once.
+func (o options) validate(rest []string) error {
+	var errs []error
+	check := func(ok bool, format string, args ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf(format, args...))
+		}
 	}
-	return nil
+	_, err := server(o.redis)
+	check(err == nil, "-redis is %q: %v", o.redis, err)
+	check(o.workers >= 1 && o.workers <= 50, "-workers is %d, must be from 1 to 50", o.workers)
+	check(o.jobs >= 1 && o.jobs <= 10000, "-jobs is %d, must be from 1 to 10000", o.jobs)
+	check(o.kill >= 0, "-kill is %d, must not be negative", o.kill)
+	check(o.kill < max(1, o.workers), "-kill is %d and -workers is %d: one worker must survive", o.kill, o.workers)
+	check(len(rest) == 0, "unexpected arguments: %q", rest)
+	return errors.Join(errs...)
 }

@@ -40,14 +40,10 @@ const (
 	handedBack what = "handed back" // Job, of the dead Worker, is in the queue again
 )
 
-// connect accepts host:port, and redis:// URLs for servers that want a password.
-func connect(addr string) (*redis.Client, error) {
-	if !strings.Contains(addr, "://") {
-		return redis.NewClient(&redis.Options{Addr: addr}), nil
+// server accepts host:port, and redis:// URLs for servers that want a password.
+func server(addr string) (*redis.Options, error) {
+	if strings.Contains(addr, "://") {
+		return redis.ParseURL(addr)
 	}
-	o, err := redis.ParseURL(addr)
-	if err != nil {
-		return nil, err
-	}
-	return redis.NewClient(o), nil
+	return &redis.Options{Addr: addr}, nil
 }

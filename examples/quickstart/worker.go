@@ -17,10 +17,13 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// slots is how many jobs a worker runs at a time.
-const slots = 3
+const (
+	slots       = 3 // jobs that a worker runs at a time
+	shortestJob = 500 * time.Millisecond
+	longestJob  = 1200 * time.Millisecond
+)
 
-// worker is one process. This file is what a program of yours would look like; the others are the show around it.
+// worker is one process. This file is what a program of yours might look like; the others are the show around it.
 type worker struct {
 	setup
 	rdb *redis.Client
@@ -34,10 +37,11 @@ type worker struct {
 func runWorker(s setup) error {
 	signal.Ignore(os.Interrupt) // Ctrl-C reaches the whole process group; the parent decides
 	ctx := untilStdinEnds()
-	rdb, err := connect(s.Redis)
+	options, err := server(s.Redis)
 	if err != nil {
 		return err
 	}
+	rdb := redis.NewClient(options)
 	defer rdb.Close()
 
 	w := &worker{setup: s, rdb: rdb, out: json.NewEncoder(os.Stdout)}
@@ -113,7 +117,7 @@ func (w *worker) next(ctx context.Context) error {
 // work is the job. It reports whether it came to its end: a job that was lost to a peer is broken off.
 func work(ctx context.Context) bool {
 	select {
-	case <-time.After(400*time.Millisecond + rand.N(800*time.Millisecond)):
+	case <-time.After(shortestJob + rand.N(longestJob-shortestJob)):
 		return true
 	case <-ctx.Done():
 		return false

@@ -1,0 +1,22 @@
+# make help lists the targets.
+
+STATICCHECK = go tool -modfile=internal/tools/go.mod staticcheck
+
+.PHONY: help test lint quickstart
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: ## vet, and run all tests with the race detector; installs redis-server and gcc where they are missing
+	./internal/tools/need.sh redis-server gcc
+	go vet ./...
+	go test -race -shuffle=on ./...
+
+# ST1005 wants error texts in lower case. Ours may begin with a name: Redis, Enqueuer.
+lint: ## gofmt, vet, staticcheck
+	@unformatted=$$(gofmt -l .) && if [ -n "$$unformatted" ]; then echo "gofmt -w these files:" $$unformatted; exit 1; fi
+	go vet ./...
+	$(STATICCHECK) -checks inherit,-ST1005 ./...
+
+quickstart: ## kill a worker, and see its jobs recovered; needs no Redis
+	go run ./examples/quickstart
