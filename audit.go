@@ -153,7 +153,9 @@ func (l *Lease) unhold() {
 func (h *heartbeater) removeStrays(ctx context.Context, inc *incarnation) (int, error) {
 	removed := 0
 	for cursor := uint64(0); ; {
-		page, next, err := h.r.rdb.ZScan(ctx, inc.keys.inflight, cursor, "", auditPage).Result()
+		limited, cancel := h.r.limit(ctx)
+		page, next, err := h.r.rdb.ZScan(limited, inc.keys.inflight, cursor, "", auditPage).Result()
+		cancel()
 		if err != nil {
 			return removed, err
 		}

@@ -2,7 +2,9 @@ package recovery
 
 import (
 	"context"
+	"fmt"
 	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -15,7 +17,7 @@ import (
 // way a lane takes the whole queue at once. While it is out, the next batch gathers. There is no timer and no permanent
 // goroutine: a lone caller is sent at once, by a goroutine that ends when the queue is empty.
 //
-// A lane numbers its batches and has one of them under way at a time; the session keeps the last number of each lane. So a copy of a
+// A lane numbers the batches that track, and has one of them under way at a time; the session keeps the last number of each lane. So a copy of a
 // batch (go-redis repeats a command whose reply was lost, and the first one may still arrive, much later) is known as such,
 // and can't bring back a record that was removed since. What has an unknown outcome is settled by the same lane: once a
 // later number was accepted, the earlier batch can't happen any more.
@@ -249,6 +251,7 @@ type batch struct {
 	ops           []*op
 	tracks, bytes int
 	scored        bool // its leases come with their starts: they are tracked again
+	numbered      bool // what only removes needs no number
 }
 
 // take gathers the next batch, or returns nil and frees the lane.
@@ -281,6 +284,7 @@ func (c *committer) take(l *lane) *batch {
 		return nil
 	}
 	l.sentAt = time.Now()
+	b.numbered = b.tracks > 0 || l.dirty
 	return b
 }
 
@@ -312,6 +316,10 @@ func members(leases []*Lease) []string {
 
 // layOut returns the batch as HSET and commit.lua expect it, and counts what is on its way.
 func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
+	var number uint64
+	if b.numbered {
+		number = l.number
+	}
 	var track, done, extra []any
 	var sent, doneSent int64
 	dones, scored := 0, 0
@@ -345,13 +353,15 @@ func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
 	}
 	inc.count(func(t *tally) { t.sent += sent; t.doneSent += doneSent })
 	args = make([]any, 0, 5+len(track)+len(done)+len(extra))
-	args = append(args, l.field, l.number, b.tracks, scored, dones)
+	args = append(args, l.field, number, b.tracks, scored, dones)
 	return records, append(append(append(args, track...), done...), extra...)
 }
 
 // send makes one attempt and answers every op of the batch.
 func (c *committer) send(l *lane, b *batch) {
-	l.number++
+	if b.numbered {
+		l.number++
+	}
 	records, args := b.layOut(l, c.inc)
 	ctx, cancel := context.WithTimeout(context.Background(), c.timeout)
 	defer cancel()
@@ -364,19 +374,34 @@ func (c *committer) send(l *lane, b *batch) {
 			lost[int(answer.int())] = true
 		}
 		if err = answer.err; err == nil {
-			c.answered(l, time.Since(began))
+			c.answered(l, b, time.Since(began))
 			c.settle(l, b, state, fresh, start, lost)
 			return
 		}
 	}
+	if dones := b.without(opTrack, opRetrack, opRemove); isOOM(err) && b.numbered && len(dones.ops) > 0 {
+		// Done frees memory. It must not fail because a Track was in the same batch.
+		rest := b.without(opDone)
+		rest.numbered = true
+		c.unknown(l, rest, err)
+		c.send(l, dones)
+		return
+	}
 	c.unknown(l, b, err)
 }
 
-func (c *committer) answered(l *lane, took time.Duration) {
-	l.acked.Store(l.number)
+// without returns the batch's ops of other kinds, as a batch without a number.
+func (b *batch) without(kinds ...opKind) *batch {
+	return &batch{ops: slices.DeleteFunc(slices.Clone(b.ops), func(o *op) bool { return slices.Contains(kinds, o.kind) })}
+}
+
+func (c *committer) answered(l *lane, b *batch, took time.Duration) {
 	c.qmu.Lock()
 	defer c.qmu.Unlock()
-	l.dirty = false
+	if b.numbered {
+		l.acked.Store(l.number)
+		l.dirty = false
+	}
 	c.rtt += (took - c.rtt) / 8
 }
 
@@ -468,7 +493,7 @@ func (c *committer) owe(l *lane, leases []*Lease, why debt) {
 // unknown keeps a batch that may or may not have been executed. Its callers are told; the lane owes them the rest.
 func (c *committer) unknown(l *lane, b *batch, err error) {
 	c.qmu.Lock()
-	l.dirty, l.retry = true, false
+	l.dirty, l.retry = l.dirty || b.numbered, false
 	c.qmu.Unlock()
 	for _, o := range b.ops {
 		switch o.kind {
@@ -527,11 +552,15 @@ func (r *Recoverer) write(ctx context.Context, inc *incarnation, records, args [
 }
 
 func (r *Recoverer) writeTx(ctx context.Context, jobs string, records []any, script func(redis.Pipeliner) *redis.Cmd) (cmd *redis.Cmd, err error) {
+	var hset *redis.IntCmd
 	_, err = r.rdb.TxPipelined(ctx, func(p redis.Pipeliner) error {
-		p.HSet(ctx, jobs, records...)
+		hset = p.HSet(ctx, jobs, records...)
 		cmd = script(p)
 		return nil
 	})
+	if redis.HasErrorPrefix(err, "EXECABORT") && hset.Err() != nil {
+		err = fmt.Errorf("%w: %w", hset.Err(), err) // OOM, say: why it was aborted
+	}
 	return cmd, err
 }
 

@@ -332,9 +332,9 @@ func (a *answers) EnqueueAll(_ context.Context, os []Orphan) []error { return (*
 func TestSweeper_batchEnqueuerThatMisbehaves(t *testing.T) {
 	for name, f := range map[string]func(n int) []error{
 		"too many": func(n int) []error { return make([]error, n+1) },
-		"none":    func(int) []error { return []error{} },
-		"panics":  func(int) []error { panic("no") },
-		"hangs":   func(int) []error { time.Sleep(time.Minute); return nil },
+		"none":     func(int) []error { return []error{} },
+		"panics":   func(int) []error { panic("no") },
+		"hangs":    func(int) []error { time.Sleep(time.Minute); return nil },
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(w *world) {

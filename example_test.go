@@ -27,8 +27,8 @@ func Example() {
 		rdb := redis.NewClient(&redis.Options{Addr: server.Addr()})
 		r, err := recovery.New(rdb, recovery.EnqueuerFunc(enqueue), recovery.Config{
 			WorkerName:        name,
-			HeartbeatInterval: 50 * time.Millisecond,  // default: 5s
-			OrphanThreshold:   200 * time.Millisecond, // default: 20s
+			HeartbeatInterval: 100 * time.Millisecond, // default: 5s
+			OrphanThreshold:   400 * time.Millisecond, // default: 20s
 			Logger:            slog.New(slog.DiscardHandler),
 		})
 		check(err)

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -87,6 +88,8 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 
 // countCrashes enters each crash in the history of its job and learns how many there are. Released is no crash.
 func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
+	ctx, cancel := r.limit(ctx)
+	defer cancel()
 	sizes := make([]*redis.IntCmd, len(orphans))
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, o := range orphans {
@@ -123,6 +126,8 @@ func (r *Recoverer) decide(o *orphan) {
 		limit = r.cfg.MaxRecoveries
 	}
 	switch {
+	case r.accepted.has(o.Key):
+		o.fate = fateForget // the Enqueuer has it; only the record stayed
 	case o.grave != "":
 		o.fate = fateBury
 	case o.fate == fateLater:
@@ -245,7 +250,7 @@ func (r *Recoverer) judge(o *orphan, err error) {
 // conclude writes down what became of orphans, and tells it.
 func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h *handed) error {
 	// The Enqueuer has answered: that is written down even if the sweep is being stopped.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.tm.call)
+	ctx, cancel := r.limit(context.WithoutCancel(ctx))
 	defer cancel()
 	var forget []any
 	var later []any
@@ -263,7 +268,9 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 	}
 	if len(forget) > 0 {
 		args := append([]any{ms(r.tm.tombstone)}, forget...)
-		errs = append(errs, forgetScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims, c.keys.handed}, args...).Err())
+		err := forgetScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims, c.keys.handed}, args...).Err()
+		r.accepted.note(orphans, err != nil)
+		errs = append(errs, err)
 	}
 	if len(later) > 0 {
 		errs = append(errs, postponeScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims}, later...).Err())
@@ -304,6 +311,37 @@ func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
 		r.counts.handBackFailed.Add(1)
 		log.Error("recovery: hand-back failed, the job is kept", "attempt", o.lease.attempts, "retry", o.delay, "err", o.err)
 		emit(r.log, r.cfg.Events.HandBackFailed, HandBackFailedInfo{Orphan: o.Orphan, By: by, Attempt: o.lease.attempts, Retry: o.delay, Err: o.err})
+	}
+}
+
+// acceptedKeys are orphans that the Enqueuer took, but whose records could not be dropped. When their claims run out, this worker, at
+// least, does not offer them again.
+type acceptedKeys struct {
+	mu   sync.Mutex
+	keys map[string]bool
+}
+
+const maxAccepted = 100_000 // beyond it duplicates are the lesser evil
+
+func (a *acceptedKeys) has(key string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.keys[key]
+}
+
+// note remembers the orphans whose records stay, or forgets them.
+func (a *acceptedKeys) note(orphans []*orphan, stay bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, o := range orphans {
+		if !stay {
+			delete(a.keys, o.Key)
+		} else if o.fate == fateForget && len(a.keys) < maxAccepted {
+			if a.keys == nil {
+				a.keys = make(map[string]bool)
+			}
+			a.keys[o.Key] = true
+		}
 	}
 }
 

@@ -32,10 +32,15 @@ func TestMain(m *testing.M) {
 		runChild(child)
 		os.Exit(0)
 	}
+	redis.SetLogger(silence{}) // connections break on purpose
 	code := m.Run()
 	sharedServer.stop()
 	os.Exit(code)
 }
+
+type silence struct{}
+
+func (silence) Printf(context.Context, string, ...any) {}
 
 // world is one Redis and the workers on it.
 type world struct {

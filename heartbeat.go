@@ -111,7 +111,7 @@ func (h *heartbeater) beatOnce(ctx context.Context) error {
 	if inc.abandoned.Load() {
 		// Never beat for leases that were cancelled: nobody runs them, and the beat would keep the peers away for ever.
 		_, err := bounded(ctx, h.r.group, h.limit(), func(ctx context.Context) (any, error) { return nil, h.r.fenceOwn(ctx, inc) })
-		if err != nil {
+		if err != nil && !isWrongType(err) { // a session that can't be read is fenced by the next sweep
 			return err
 		}
 		return h.rejoin(ctx, inc, nil)

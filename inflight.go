@@ -100,6 +100,13 @@ func (i *incarnation) close(why error) []*Lease {
 	return i.list()
 }
 
+// closed reports whether new leases are refused.
+func (i *incarnation) closed() bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.over != nil
+}
+
 // active returns the leases whose jobs run and for which nothing is under way.
 func (i *incarnation) active() []*Lease {
 	i.mu.Lock()

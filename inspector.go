@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -59,13 +57,13 @@ type WorkerInfo struct {
 	Host     string
 	PID      int
 	Started  time.Time // of the process' Start, on its own clock
-	LastBeat time.Time // Redis' clock; zero if the beat is missing
+	LastBeat time.Time // this machine's clock, from the beat's age; zero if the beat is missing
 	Inflight int       // leases that it holds
 	Claimed  int       // leases on their way to the Enqueuer
 	Capacity int       // Config.MaxInflight; 0: no limit
 }
 
-// Workers returns every registered worker, by ID. It costs five small reads a worker. Workers that can't be read are left out, and the
+// Workers returns every registered worker, by ID. It costs six small reads a worker. Workers that can't be read are left out, and the
 // error says why; those that can are returned all the same.
 func (i *Inspector) Workers(ctx context.Context) ([]WorkerInfo, error) {
 	ids, err := i.rdb.SMembers(ctx, i.keys.workers()).Result()
@@ -77,6 +75,7 @@ func (i *Inspector) Workers(ctx context.Context) ([]WorkerInfo, error) {
 	var errs []error
 	for page := range slices.Chunk(ids, scanPage) {
 		reads := make([]*workerRead, len(page))
+		now := time.Now()
 		_, _ = i.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 			for n, id := range page {
 				reads[n] = i.readWorker(ctx, p, id)
@@ -84,7 +83,7 @@ func (i *Inspector) Workers(ctx context.Context) ([]WorkerInfo, error) {
 			return nil
 		}) // each command has its own error
 		for _, r := range reads {
-			info, err := r.info()
+			info, err := r.info(now)
 			if err != nil {
 				errs = append(errs, fmt.Errorf("recovery: read worker %q: %w", r.id, err))
 				continue
@@ -100,6 +99,7 @@ type workerRead struct {
 	id               string
 	session          *redis.SliceCmd
 	beat             *redis.StringCmd
+	left             *redis.DurationCmd
 	suspect          *redis.IntCmd
 	inflight, claims *redis.IntCmd
 }
@@ -110,19 +110,21 @@ func (i *Inspector) readWorker(ctx context.Context, p redis.Pipeliner, id string
 		id:       id,
 		session:  p.HMGet(ctx, k.session, "state", "info"),
 		beat:     p.Get(ctx, k.beat),
+		left:     p.PTTL(ctx, k.beat),
 		suspect:  p.Exists(ctx, k.suspect),
 		inflight: p.ZCard(ctx, k.inflight),
 		claims:   p.ZCard(ctx, k.claims),
 	}
 }
 
-func (r *workerRead) info() (WorkerInfo, error) {
+func (r *workerRead) info(now time.Time) (WorkerInfo, error) {
+	var ttl time.Duration
 	w := WorkerInfo{ID: r.id, Inflight: int(r.inflight.Val()), Claimed: int(r.claims.Val())}
 	beat, err := r.beat.Result()
 	if errors.Is(err, redis.Nil) {
 		err = nil
 	}
-	if err = errors.Join(err, r.session.Err(), r.suspect.Err(), r.inflight.Err(), r.claims.Err()); err != nil {
+	if err = errors.Join(err, r.session.Err(), r.left.Err(), r.suspect.Err(), r.inflight.Err(), r.claims.Err()); err != nil {
 		return w, err
 	}
 	state, _ := r.session.Val()[0].(string)
@@ -132,12 +134,12 @@ func (r *workerRead) info() (WorkerInfo, error) {
 			return w, fmt.Errorf("session info: %w", err)
 		}
 		w.Name, w.Host, w.PID, w.Capacity, w.Started = s.Name, s.Host, s.PID, s.Capacity, time.UnixMilli(s.Started)
+		ttl = time.Duration(s.BeatTTL) * time.Millisecond
 	}
-	at, phase, _ := strings.Cut(beat, " ")
-	if ms, err := strconv.ParseInt(at, 10, 64); err == nil {
-		w.LastBeat = time.UnixMilli(ms)
+	if left := r.left.Val(); left >= 0 {
+		w.LastBeat = now.Add(left - ttl)
 	}
-	w.State = workerState(state, phase, r.suspect.Val() > 0)
+	w.State = workerState(state, beat, r.suspect.Val() > 0)
 	return w, nil
 }
 

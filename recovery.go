@@ -59,9 +59,10 @@ type Recoverer struct {
 	sweepEnded chan struct{}
 	heartEnded chan struct{}
 
-	counts  counters
-	current atomic.Pointer[incarnation]
-	owes    atomic.Bool // leases that this worker gave up wait in its own claims
+	counts   counters
+	current  atomic.Pointer[incarnation]
+	accepted acceptedKeys
+	owes     atomic.Bool // leases that this worker gave up wait in its own claims
 
 	mu       sync.Mutex // guards what follows
 	state    State
@@ -111,7 +112,6 @@ func (r *Recoverer) Start(ctx context.Context) error {
 		return err
 	}
 	began := time.Now()
-	r.info = newSessionInfo(&r.cfg, began)
 	inc, err := bounded(ctx, r.group, 2*r.tm.call, r.join)
 	if err = r.endStart(inc, began, err); err != nil {
 		return fmt.Errorf("recovery: start: %w", err)
@@ -152,6 +152,9 @@ func (r *Recoverer) beginStart() error {
 		return fmt.Errorf("recovery: start: already started: state is %v", r.state)
 	}
 	r.starting = true
+	if r.info.Started == 0 { // once: a join of an earlier Start may still be under way
+		r.info = newSessionInfo(&r.cfg, time.Now())
+	}
 	return nil
 }
 
@@ -298,6 +301,9 @@ func (r *Recoverer) trackLive(ctx context.Context, jobs []Job) ([]*Lease, error)
 func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) ([]*Lease, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
+	}
+	if inc.closed() {
+		return nil, &notLiveError{}
 	}
 	if inc.overloaded() {
 		return nil, errors.New("Redis has not answered for too long: too many writes have an unknown outcome")

@@ -23,8 +23,7 @@ type sessionInfo struct {
 	PID      int    `json:"pid"`
 	Started  int64  `json:"started"`  // ms, of the process' Start, on its own clock
 	Capacity int    `json:"capacity"` // Config.MaxInflight; 0: no limit
-	BeatMS   int64  `json:"beat_ms"`
-	OrphanMS int64  `json:"orphan_ms"`
+	BeatTTL  int64  `json:"beat_ttl"` // ms
 }
 
 // newWorkerID is name-random: 80 random bits, so that no id is ever used twice.
@@ -79,16 +78,25 @@ func (r *Recoverer) fenceOwn(ctx context.Context, inc *incarnation) error {
 
 // deregister is for incarnations that are fenced and empty. It may be repeated; if it fails, the next sweep does it.
 func (r *Recoverer) deregister(ctx context.Context, id string) error {
+	ctx, cancel := r.limit(ctx)
+	defer cancel()
 	if err := r.rdb.SRem(ctx, r.keys.workers(), id).Err(); err != nil {
 		return fmt.Errorf("deregister worker %q: %w", id, err)
 	}
 	return nil
 }
 
+// limit bounds one call to Redis, for clients that heed their ctx; the others have their own timeouts.
+func (r *Recoverer) limit(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, r.tm.call)
+}
+
 // scan calls f with one page of the registry after the other.
 func (r *Recoverer) scan(ctx context.Context, f func(ids []string)) error {
 	for cursor := uint64(0); ; {
-		ids, next, err := r.rdb.SScan(ctx, r.keys.workers(), cursor, "", scanPage).Result()
+		limited, cancel := r.limit(ctx)
+		ids, next, err := r.rdb.SScan(limited, r.keys.workers(), cursor, "", scanPage).Result()
+		cancel()
 		if err != nil {
 			return fmt.Errorf("scan registry: %w", err)
 		}
@@ -113,6 +121,8 @@ type vital struct {
 
 // look reads the vitals of many workers in one pipeline.
 func (r *Recoverer) look(ctx context.Context, ids []string) []vital {
+	ctx, cancel := r.limit(ctx)
+	defer cancel()
 	states := make([]*redis.StringCmd, len(ids))
 	beats := make([]*redis.DurationCmd, len(ids))
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
@@ -144,6 +154,6 @@ func newSessionInfo(cfg *Config, started time.Time) sessionInfo {
 	host, _ := os.Hostname()
 	return sessionInfo{
 		Name: cfg.WorkerName, Host: host, PID: os.Getpid(), Started: started.UnixMilli(),
-		Capacity: cfg.MaxInflight, BeatMS: ms(cfg.HeartbeatInterval), OrphanMS: ms(cfg.OrphanThreshold),
+		Capacity: cfg.MaxInflight, BeatTTL: ms(cfg.timing().beatTTL),
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"embed"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/redis/go-redis/v9"
 )
@@ -58,8 +59,18 @@ func isNoScript(err error) bool {
 	return errors.Is(err, redis.ErrNoScript) || redis.HasErrorPrefix(err, "NOSCRIPT")
 }
 
-// isWrongType reports that a key of ours holds what only a stranger can have put there.
-func isWrongType(err error) bool { return redis.HasErrorPrefix(err, "WRONGTYPE") }
+// isWrongType reports that a key of ours holds what only a stranger can have put there. Some servers put a script's own words
+// before the error's name.
+func isWrongType(err error) bool {
+	var answer redis.Error
+	return errors.As(err, &answer) && strings.Contains(answer.Error(), "WRONGTYPE ")
+}
+
+// isOOM reports that Redis refused a write because its memory is full.
+func isOOM(err error) bool {
+	var answer redis.Error
+	return errors.As(err, &answer) && strings.Contains(answer.Error(), "OOM ")
+}
 
 // ints runs a script that answers integers.
 func ints(ctx context.Context, rdb redis.Scripter, s *redis.Script, keys []string, args ...any) ([]int64, error) {

@@ -26,11 +26,15 @@ func (r *Recoverer) Stop(ctx context.Context) error {
 		return nil
 	}
 	select {
-	case r.stopping <- struct{}{}:
-		defer func() { <-r.stopping }()
-	case <-ctx.Done():
-		return fmt.Errorf("recovery: stop: another Stop is under way: %w", ctx.Err())
+	case r.stopping <- struct{}{}: // also if ctx has ended: what is left is handed back
+	default:
+		select {
+		case r.stopping <- struct{}{}:
+		case <-ctx.Done():
+			return fmt.Errorf("recovery: stop: another Stop is under way: %w", ctx.Err())
+		}
 	}
+	defer func() { <-r.stopping }()
 	if r.State() == StateStopped {
 		return r.joinAll(ctx)
 	}

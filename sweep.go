@@ -2,6 +2,7 @@ package recovery
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"sync"
@@ -110,7 +111,9 @@ func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) 
 		p.due(s.watch, began)
 	}
 	stop()
-	if err := s.lock.rest(ctx); err != nil {
+	limited, cancel := s.r.limit(ctx)
+	defer cancel()
+	if err := s.lock.rest(limited); err != nil {
 		p.errs = append(p.errs, err)
 	}
 	s.watch = p.watch
@@ -133,7 +136,9 @@ func (s *sweeper) renewLock(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	s.r.group.spawn(func() {
 		for sleep(ctx, max(s.lock.ttl/3, minInterval/2)) {
-			_, _ = s.lock.acquire(ctx, false)
+			limited, cancel := s.r.limit(ctx)
+			_, _ = s.lock.acquire(limited, false)
+			cancel()
 		}
 	})
 	return cancel
@@ -164,14 +169,15 @@ func (p *pass) due(watch map[string]time.Time, now time.Time) {
 
 // lookAt recovers those of ids that are dead.
 func (p *pass) lookAt(ids []string) {
-	self := p.r.WorkerID()
+	// This worker is no exception: if its own beats do not arrive it is as dead as any other, and it may be the only one that
+	// sweeps.
 	var silent []string
 	for _, v := range p.r.look(p.ctx, ids) {
 		p.report.Workers++
 		switch {
 		case v.err != nil:
 			p.errs = append(p.errs, v.err)
-		case v.id == self || v.alive:
+		case v.alive:
 			p.report.Alive++
 			p.watchFor(v.id, v.left)
 		default:
@@ -183,7 +189,7 @@ func (p *pass) lookAt(ids []string) {
 
 // watchFor looks at a worker again after wait, if the next pass would be later than that.
 func (p *pass) watchFor(id string, wait time.Duration) {
-	if wait < 0 || wait > p.r.cfg.SweepInterval+p.r.cfg.SweepInterval/4 || id == p.r.WorkerID() {
+	if wait < 0 || wait > p.r.cfg.SweepInterval+p.r.cfg.SweepInterval/4 {
 		return
 	}
 	p.mu.Lock()
@@ -336,9 +342,10 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	if own {
 		flag = 1
 	}
+	call := rand.Text()
 	a, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (*replies, error) {
 		cmd, err := r.runReplicated(ctx, claimScript, keys, ms(r.tm.confirm), ms(r.tm.suspectTTL), ms(r.tm.claimTTL),
-			claimLeases, claimBytes, ms(r.tm.retention), ms(r.tm.tombstone), flag)
+			claimLeases, claimBytes, ms(r.tm.retention), ms(r.tm.tombstone), flag, call)
 		if err != nil {
 			return nil, err
 		}

@@ -23,9 +23,10 @@ if s[1] ~= "live" then
   return {s[1] and 0 or -1}
 end
 local leases, records = redis.call("ZCARD", inflight), redis.call("HLEN", jobs)
-local t = redis.call("TIME")
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
-redis.call("SET", beat, string.format("%.0f %s", now, phase), "PX", beat_ttl)
+-- PEXPIRE where it will do: unlike SET, a Redis that is out of memory allows it.
+if redis.pcall("GET", beat) ~= phase or redis.call("PEXPIRE", beat, beat_ttl) == 0 then
+  redis.call("SET", beat, phase, "PX", beat_ttl)
+end
 redis.call("DEL", suspect)
 if retention > 0 then
   redis.call("PEXPIRE", session, retention)

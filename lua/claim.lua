@@ -15,6 +15,7 @@
 -- ARGV[6] retention of records, ms; 0 for ever
 -- ARGV[7] retention of the fenced session, ms
 -- ARGV[8] 1: the caller is this incarnation itself and lives; only claims of its own that are due are taken
+-- ARGV[9] name of this call, the same in every copy of it
 -- Returns {verdict, wait, now, news, damaged, lease...}
 --   verdict 0 alive; 1 suspect; 2 dead, leases follow; 3 dead, none due now; 4 dead and empty: may be retired
 --   wait    ms until there is something to do: the beat runs out, the suspicion is confirmed, the next claim is due; -1 nothing
@@ -23,12 +24,13 @@
 --   damaged number of keys that had the wrong type and were put aside
 --   lease   four values each: member, what its claim field says ("start attempts reason"), record or false, checkpoint or false
 -- Atomic: a beat that arrives before this script saves the worker, one that arrives after it finds a fence; there is no between.
--- Twice: a second copy takes other leases, or none. What the first took is due again when its claim's time is over.
+-- Twice: the session keeps the name of the last call that took leases, and when their claims end. A copy of it answers those again,
+-- so that a lost reply costs a round trip and not a claim's time.
 local session, beat, suspect = KEYS[1], KEYS[2], KEYS[3]
 local inflight, jobs, claims, handed, damaged = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local confirm, suspect_ttl, claim_ttl = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])
 local most, most_bytes = tonumber(ARGV[4]), tonumber(ARGV[5])
-local retention, tombstone, own = tonumber(ARGV[6]), ARGV[7], ARGV[8] == "1"
+local retention, tombstone, own, call = tonumber(ARGV[6]), ARGV[7], ARGV[8] == "1", ARGV[9]
 local t = redis.call("TIME")
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 
@@ -45,8 +47,9 @@ for key, want in pairs({[session] = "hash", [inflight] = "zset", [jobs] = "hash"
   end
 end
 
-local state = redis.call("HGET", session, "state")
-local fenced = 0
+local s = redis.call("HMGET", session, "state", "claim")
+local state, fenced = s[1], 0
+local taken_before = string.match(s[2] or "", "^" .. call .. " (%d+)$")
 if own then
   if state ~= "live" then
     return {0, -1, now, 0, put_aside}
@@ -95,6 +98,13 @@ end
 
 local function full() return taken >= most or bytes >= most_bytes end
 
+if taken_before then
+  until_ms = taken_before
+  for _, id in ipairs(redis.call("ZRANGEBYSCORE", claims, until_ms, until_ms, "LIMIT", 0, most)) do
+    take(id, "0")
+  end
+  return answer
+end
 for _, id in ipairs(redis.call("ZRANGEBYSCORE", claims, "-inf", ms(now), "LIMIT", 0, most)) do
   if full() then break end
   take(id, "0")
@@ -132,7 +142,9 @@ if not own then
   redis.call("PEXPIRE", handed, tombstone)
 end
 
-if taken == 0 then
+if taken > 0 then
+  redis.call("HSET", session, "claim", call .. " " .. until_ms)
+else
   local next_due = redis.call("ZRANGE", claims, 0, 0, "WITHSCORES")
   if next_due[2] then
     answer[1], answer[2] = 3, math.max(0, tonumber(next_due[2]) - now)

@@ -6,7 +6,8 @@
 -- KEYS[4] claims   ZSET
 -- KEYS[5] handed   SET
 -- ARGV[1] lane, a field of the session
--- ARGV[2] number of the batch in its lane; grows
+-- ARGV[2] number of the batch in its lane; grows. 0 for a batch that only removes: that needs no number, and writing none it
+--         works when Redis is out of memory
 -- ARGV[3] number of leases to track
 -- ARGV[4] 1 if each of those comes with its start, us (tracked again); 0 if they start now
 -- ARGV[5] number of leases that are done
@@ -28,7 +29,7 @@ local function us(n) return string.format("%.0f", n) end
 
 local s = redis.call("HMGET", session, "state", lane, "start")
 local state = s[1] == "live" and 1 or (s[1] and 0 or -1)
-local fresh = number > tonumber(s[2] or 0)
+local fresh = number == 0 or number > tonumber(s[2] or 0)
 local t = redis.call("TIME")
 local start = us(math.max(t[1] * 1000000 + t[2], tonumber(s[3] or 0) + 1))
 local width = scored and 2 or 1
@@ -59,7 +60,7 @@ if tracks > 0 then
     end
   end
 end
-if state == 1 and fresh then
+if state == 1 and fresh and number > 0 then
   redis.call("HSET", session, lane, number, "start", start)
 end
 

@@ -14,10 +14,8 @@ local state = redis.call("HGET", session, "state")
 if state then
   return state == "live" and 1 or 0
 end
-local t = redis.call("TIME")
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
 redis.call("HSET", session, "state", "live", "info", info)
-redis.call("SET", beat, string.format("%.0f running", now), "PX", beat_ttl)
+redis.call("SET", beat, "running", "PX", beat_ttl)
 if retention > 0 then
   redis.call("PEXPIRE", session, retention)
 end

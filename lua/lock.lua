@@ -9,11 +9,11 @@
 -- Twice: ours already is ours again. A plain SET NX whose reply was lost would look like somebody else's lock.
 local gc, token, ttl, barge = KEYS[1], ARGV[1], ARGV[2], ARGV[3] == "1"
 
-local held = redis.pcall("GET", gc)
-local readable = type(held) == "string"
-local free = held == false or not readable -- a key of the wrong type must not stop the fleet's sweeps for ever
+local held, left = redis.pcall("GET", gc), redis.call("PTTL", gc)
+-- A key of the wrong type, or one without an end, must not stop the fleet's sweeps for ever.
+local free = type(held) ~= "string" or left < 0
 if free or string.sub(held, 2) == token or (barge and string.sub(held, 1, 1) == "-") then
   redis.call("SET", gc, "+" .. token, "PX", ttl)
   return {1, tonumber(ttl)}
 end
-return {0, redis.call("PTTL", gc)}
+return {0, left}

@@ -37,7 +37,7 @@ func run(ctx context.Context, o options) error {
 		setup:   setup{Redis: o.redis, Run: strings.ToLower(rand.Text()[:10])},
 		fleet:   &fleet{events: make(chan event, 100)},
 		ledger:  newLedger(o.jobs),
-		screen:  newScreen(os.Stdout, o.workers+1),
+		screen:  newScreen(os.Stdout, o.workers+2),
 		ids:     make(map[string]*proc),
 	}
 	kind := "Redis"
@@ -287,7 +287,7 @@ func (s *show) draw(tick int) {
 		}
 		return
 	}
-	s.screen.draw(append(s.rows("     "), s.summary()))
+	s.screen.draw(slices.Concat([]string{""}, s.rows("  "), []string{s.summary()}))
 }
 
 // rows has one entry a worker.
