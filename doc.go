@@ -1,9 +1,10 @@
 // Package recovery brings back the jobs of worker processes that died.
 //
-// It does not promise that a job runs once. A worker that is slow, paused or cut off looks like a dead one, so its jobs may run again
-// elsewhere while it is still busy with them. It is told as soon as it can be told, but nothing outside of Redis is undone: make
-// jobs idempotent, or refuse stale writes with the number of [Lease.Fence]. Nor does it keep jobs that Redis loses together with
-// the worker, and it knows no order. It is not a queue: jobs come from, and go back to, whatever the caller uses.
+// It does not promise that a job runs once. A worker that is slow, paused or cut off looks like a dead one, so its jobs may
+// run again elsewhere while it is still busy with them. It is told as soon as it can be told, but nothing outside of Redis
+// is undone: make jobs idempotent, or refuse stale writes with the number of [Lease.Fence]. Nor does it keep jobs that
+// Redis loses together with the worker, and it knows no order. It is not a queue: jobs come from, and go back to, whatever
+// the caller uses.
 //
 // # Overview
 //
@@ -14,51 +15,55 @@
 //	err = r.Do(ctx, recovery.Job{ID: id, Payload: payload}, func(ctx context.Context) error { … })
 //	err = r.Stop(ctx)
 //
-// While it runs, the Recoverer sends heartbeats. All workers with the same Config.Namespace are a fleet, and watch each other. When one
-// falls silent, a peer declares it dead, takes its records, and offers each job to the [Enqueuer]: code of the caller that puts the
-// job back where jobs come from. A record is dropped only after the Enqueuer said yes.
+// While it runs, the Recoverer sends heartbeats. All workers with the same Config.Namespace are a fleet, and watch each
+// other. When one falls silent, a peer declares it dead, takes its records, and offers each job to the [Enqueuer]: code of
+// the caller that puts the job back where jobs come from. A record is dropped only after the Enqueuer said yes.
 //
-// [Recoverer.Track] returns a [Lease], which is the proof that this process runs the job. A lease ends with [Lease.Done], whether the
-// job went well or badly: what failed is the caller's to retry. [Recoverer.Do] is Track, a call, and Done.
+// [Recoverer.Track] returns a [Lease], which is the proof that this process runs the job. A lease ends with [Lease.Done],
+// whether the job went well or badly: what failed is the caller's to retry. [Recoverer.Do] is Track, a call, and Done.
 //
 // The gap between taking a job from its queue and Track is the caller's. Acknowledge a job to its source after Done, or
 // move it aside in one step until Track has returned.
 //
 // # Liveness
 //
-// A worker is dead when Redis has not heard from it for Config.OrphanThreshold, by Redis' clock. Half of that is the TTL of its beat.
-// When a sweep finds the beat missing, it notes a suspicion and takes nothing; when the suspicion is as old as the other half
-// and there is still no beat, the worker is fenced. So after an outage in which all beats expired, every live worker has time to
-// beat again, and nobody is declared dead by mistake.
+// A worker is dead when Redis has not heard from it for Config.OrphanThreshold, by Redis' clock. Half of that is the TTL of
+// its beat. When a sweep finds the beat missing, it notes a suspicion and takes nothing; when the suspicion is as old as
+// the other half and there is still no beat, the worker is fenced. So after an outage in which all beats expired, every
+// live worker has time to beat again, and nobody is declared dead by mistake.
 //
 //	from last beat to Enqueue  <=  OrphanThreshold + SweepInterval      by default 20s + 5s
 //
-// and the time of the pass itself. OrphanThreshold is the usual case. SweepInterval is added when the worker that sweeps dies too; its
-// successors come up to an eighth of SweepInterval apart, and after Config.GCLockTTL, if that is longer.
+// and the time of the pass itself. OrphanThreshold is the usual case. SweepInterval is added when the worker that sweeps
+// dies too; its successors come up to an eighth of SweepInterval apart, and after Config.GCLockTTL, if that is longer.
 //
-// An incarnation is one life of a worker in Redis: its name and random text, never used again. Fencing is final for an incarnation. A
-// worker that was fenced and turns out to live loses its leases and goes on as a new incarnation, by itself.
+// An incarnation is one life of a worker in Redis: its name and random text, never used again. Fencing is final for an
+// incarnation. A worker that was fenced and turns out to live loses its leases and goes on as a new incarnation, by itself.
 //
-// All workers of a fleet should have the same OrphanThreshold: a beat's TTL is set by the worker, the confirmation by whoever sweeps.
+// All workers of a fleet should have the same OrphanThreshold: a beat's TTL is set by the worker, the confirmation by
+// whoever sweeps.
 //
 // # Guarantees
 //
-//   - Once Track has returned nil, the job ends in one of: Done; accepted by the Enqueuer; the dead letters. A worker that is killed,
-//     paused or cut off at any moment does not change that, nor a sweeper that dies, nor an Enqueuer that fails, panics or hangs.
-//   - If a job was handed back, its former holder is told: the context of its lease is cancelled with [ErrLost], and Done returns ErrLost,
-//     never nil. Once the context was cancelled with ErrLost, Done leaves the record to the peers.
+//   - Once Track has returned nil, the job ends in one of: Done; accepted by the Enqueuer; the dead letters. A worker that
+//     is killed, paused or cut off at any moment does not change that, nor a sweeper that dies, nor an Enqueuer that fails,
+//     panics or hangs.
+//   - If a job was handed back, its former holder is told: the context of its lease is cancelled with [ErrLost], and Done
+//     returns ErrLost, never nil. Once the context was cancelled with ErrLost, Done leaves the record to the peers.
 //   - A job that is handed back again because a sweeper died half-way has the same Orphan.Key.
 //   - A job that keeps killing its workers goes to the dead letters after Config.MaxRecoveries.
-//   - A heartbeat costs the same with one job in flight and with a hundred thousand, and the whole fleet makes one sweep per
-//     SweepInterval. Neither uses SCAN over the keyspace.
+//   - A heartbeat costs the same with one job in flight and with a hundred thousand, and the whole fleet makes one sweep
+//     per SweepInterval. Neither uses SCAN over the keyspace.
 //   - A record that can't be read, or a job that the Enqueuer refuses, does not keep other jobs from being recovered.
 //
 // # Non-guarantees
 //
-//   - Exactly-once execution. The Enqueuer is called at least once per orphan; a job may run while its former holder still does.
+//   - Exactly-once execution. The Enqueuer is called at least once per orphan; a job may run while its former holder still
+//     does.
 //   - Anything about side effects outside of Redis. Lease.Fence and [Lease.Confirm] are there to build that with.
-//   - Survival of Redis. If Redis loses its data, live workers record their running jobs again within one heartbeat; the jobs of workers
-//     that died, or had given them up, before that are gone. A failover may lose the last writes, see Config.WaitReplicas.
+//   - Survival of Redis. If Redis loses its data, live workers record their running jobs again within one heartbeat; the
+//     jobs of workers that died, or had given them up, before that are gone. A failover may lose the last writes, see
+//     Config.WaitReplicas.
 //   - Recovery while no worker runs. The next one that starts does it, if that is within Config.InflightTTL.
 //   - Order, priorities, schedules, retries of jobs that failed, and results.
 //   - A Fence that grows when Redis' clock goes back, as after a failover to a machine whose clock is behind.
@@ -76,42 +81,43 @@
 //	crashes:{job}              how often a job was recovered
 //	{dead}:index, {dead}:jobs  the dead letters
 //
-// With Config.HashTag all of them share that tag and one slot. docs/redis-keys.md has types, TTLs and commands for
-// people. Redis must not evict: set maxmemory-policy to noeviction.
+// With Config.HashTag all of them share that tag and one slot. docs/redis-keys.md has types, TTLs and commands for people.
+// Redis must not evict: set maxmemory-policy to noeviction.
 //
 // # Shutdown
 //
-// [Recoverer.Stop] refuses new jobs, waits for the running ones until its context ends, cancels what is left with ErrLost, fences its own
-// session and hands those jobs back itself, with Reason [Released]. The heart beats until the end. What it has no time for, peers take
-// at once: a worker that fenced itself needs no threshold. Stop may take 5 seconds longer than its context to do this.
+// [Recoverer.Stop] refuses new jobs, waits for the running ones until its context ends, cancels what is left with ErrLost,
+// fences its own session and hands those jobs back itself, with Reason [Released]. The heart beats until the end. What it
+// has no time for, peers take at once: a worker that fenced itself needs no threshold. Stop may take 5 seconds longer than
+// its context to do this.
 //
-// Do not run jobs under the context that SIGTERM ends. A func that returns early because of it makes Do call Done, and the job is
-// neither finished nor handed back. Give jobs a context of their own, and let Stop cancel what takes too long.
+// Do not run jobs under the context that SIGTERM ends. A func that returns early because of it makes Do call Done, and the
+// job is neither finished nor handed back. Give jobs a context of their own, and let Stop cancel what takes too long.
 //
-// [Recoverer.Run] does Start, waiting and Stop for a main func. A process that dies without Stop is what this package is for; it costs
-// OrphanThreshold.
+// [Recoverer.Run] does Start, waiting and Stop for a main func. A process that dies without Stop is what this package is
+// for; it costs OrphanThreshold.
 //
 // # Failures
 //
-// Redis can't be reached. Track fails, and the caller still has the job. Done returns an error other than ErrLost; it is kept, and
-// repeated with every heartbeat. Running jobs go on, because nobody can take them while Redis is away. With Config.SelfFence they are
-// cancelled instead when this worker can't be sure any more, before a peer could take them. [Recoverer.Check] fails from that
-// moment on, with or without it.
+// Redis can't be reached. Track fails, and the caller still has the job. Done returns an error other than ErrLost; it is
+// kept, and repeated with every heartbeat. Running jobs go on, because nobody can take them while Redis is away. With
+// Config.SelfFence they are cancelled instead when this worker can't be sure any more, before a peer could take them.
+// [Recoverer.Check] fails from that moment on, with or without it.
 //
-// Redis answered, but the answer was lost. Every write may be repeated, and is known as a copy when it is. A Track of unknown outcome is an
-// error, and its record is removed as soon as Redis can be reached; if the process dies first, the job is handed back although Track
-// had failed.
+// Redis answered, but the answer was lost. Every write may be repeated, and is known as a copy when it is. A Track of
+// unknown outcome is an error, and its record is removed as soon as Redis can be reached; if the process dies first, the
+// job is handed back although Track had failed.
 //
-// Redis lost its data. Live workers notice with their next heartbeat, join again, and record their running jobs again. Nothing is
-// cancelled.
+// Redis lost its data. Live workers notice with their next heartbeat, join again, and record their running jobs again.
+// Nothing is cancelled.
 //
-// The worker was declared dead. Its leases are lost: contexts are cancelled, Done returns ErrLost. Do not acknowledge these jobs
-// to their source.
+// The worker was declared dead. Its leases are lost: contexts are cancelled, Done returns ErrLost. Do not acknowledge these
+// jobs to their source.
 //
-// The Enqueuer fails. The job is kept and offered again, from SweepInterval up to 5 minutes later. An error made by [Permanent] sends it to the
-// dead letters. A call that takes longer than Config.EnqueueTimeout counts as failed, although it may still succeed: return when the
-// context ends, and dedupe by Orphan.Key, never by job ID. The message that the job came from may still be unacknowledged under
-// that ID, and the job would be swallowed.
+// The Enqueuer fails. The job is kept and offered again, from SweepInterval up to 5 minutes later. An error made by
+// [Permanent] sends it to the dead letters. A call that takes longer than Config.EnqueueTimeout counts as failed, although
+// it may still succeed: return when the context ends, and dedupe by Orphan.Key, never by job ID. The message that the job
+// came from may still be unacknowledged under that ID, and the job would be swallowed.
 //
 // All of this is logged, counted by [Recoverer.Stats], and told to [Events].
 package recovery

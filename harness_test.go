@@ -161,7 +161,7 @@ func (w *world) make(name string, cfg Config, opts ...func(*member)) *member {
 	}
 	cfg.Namespace, cfg.WorkerName = w.ns, name
 	if cfg.Logger == nil {
-		cfg.Logger = slog.New(slog.NewTextHandler(w.logs, &slog.HandlerOptions{Level: slog.LevelDebug}))
+		cfg.Logger = w.logger()
 	}
 	var enq Enqueuer = m.enq
 	if m.enq.batch {
@@ -172,6 +172,10 @@ func (w *world) make(name string, cfg Config, opts ...func(*member)) *member {
 	m.Recoverer = r
 	w.all = append(w.all, m)
 	return m
+}
+
+func (w *world) logger() *slog.Logger {
+	return slog.New(slog.NewTextHandler(w.logs, &slog.HandlerOptions{Level: slog.LevelDebug}))
 }
 
 // crash ends a worker as kill -9 does: from now on it does nothing that anybody could see.

@@ -1,5 +1,5 @@
-// Quickstart starts three worker processes on one queue, kills one of them with SIGKILL in the middle of its jobs, and shows how the
-// others take over what it was running. It needs nothing but Go:
+// Quickstart starts three worker processes on one queue, kills one of them with SIGKILL in the middle of its jobs, and
+// shows how the others take over what it was running. It needs nothing but Go:
 //
 //	go run ./examples/quickstart
 //

@@ -99,6 +99,9 @@ func (s *show) play(ctx context.Context) error {
 			return errInterrupted
 		}
 	}
+	if s.kills < s.kill {
+		s.screen.say(plain, "", "only %d of %d workers were killed: the jobs were done too soon", s.kills, s.kill)
+	}
 	return nil
 }
 

@@ -89,7 +89,7 @@ func runWorker(s setup) error {
 func (w *worker) next(ctx context.Context) error {
 	id, err := w.rdb.BLMove(ctx, w.queue(), w.taken(), "RIGHT", "LEFT", time.Second).Result()
 	if errors.Is(err, redis.Nil) || ctx.Err() != nil {
-		return nil
+		return nil // nothing to do, or time to leave: then what was taken stays in the list, too
 	}
 	if err != nil {
 		return fmt.Errorf("take a job: %w", err)
