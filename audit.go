@@ -2,7 +2,10 @@ package recovery
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"slices"
+	"time"
 )
 
 // The audit compares what this worker runs with what Redis says that it runs. Every beat brings three figures, at no cost; only
@@ -72,9 +75,7 @@ const auditPage = 500
 // places asks where leases are, page by page.
 func (h *heartbeater) places(ctx context.Context, inc *incarnation, leases []*Lease) ([]int64, error) {
 	all := make([]int64, 0, len(leases))
-	for len(leases) > 0 {
-		page := leases[:min(auditPage, len(leases))]
-		leases = leases[len(page):]
+	for page := range slices.Chunk(leases, auditPage) {
 		_, places, err := h.r.where(ctx, inc, members(page))
 		if err != nil {
 			return nil, err
@@ -103,12 +104,10 @@ func (r *Recoverer) where(ctx context.Context, inc *incarnation, members []strin
 	return answer[0], answer[1:], nil
 }
 
-// trackAgain writes leases that Redis lost. Done waits for it, lease by lease, so that it can't bring back what is finished.
+// trackAgain writes leases that Redis lost. Done comes after it, lease by lease, so that it can't bring back what is finished.
 func (h *heartbeater) trackAgain(inc *incarnation, leases []*Lease) (int, error) {
 	tracked := 0
-	for len(leases) > 0 {
-		page := leases[:min(batchOps/2, len(leases))]
-		leases = leases[len(page):]
+	for page := range slices.Chunk(leases, batchOps/2) {
 		o := newOp(opRetrack)
 		for _, l := range page {
 			if l.hold(o) {
@@ -120,9 +119,13 @@ func (h *heartbeater) trackAgain(inc *incarnation, leases []*Lease) (int, error)
 			continue
 		}
 		inc.submit(o)
-		<-o.settled
-		for _, l := range o.leases {
-			l.unhold()
+		// Not for longer than a beat may take: a lane that hangs must not stop the heart. The write goes on without us.
+		overdue := time.NewTimer(h.r.cfg.HeartbeatInterval)
+		select {
+		case <-o.settled:
+			overdue.Stop()
+		case <-overdue.C:
+			return tracked, errors.New("not answered in time")
 		}
 		if o.err != nil {
 			return tracked, o.err
@@ -141,12 +144,6 @@ func (l *Lease) hold(o *op) bool {
 	}
 	l.again = o
 	return true
-}
-
-func (l *Lease) unhold() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.again = nil
 }
 
 // removeStrays removes index entries that this worker does not run: a Track whose reply was lost, or a Done that a failover undid.

@@ -105,8 +105,6 @@ func (o *op) settle(err error) {
 	}
 }
 
-func (o *op) size() int { return max(1, len(o.leases)) }
-
 // lane is a numbered sequence of batches.
 type lane struct {
 	field  string
@@ -261,9 +259,11 @@ func (c *committer) take(l *lane) *batch {
 	b := &batch{}
 	if l.retry || len(c.queue) > 0 {
 		// First what this lane owes. A new number makes sure that the old copies are past.
-		n := min(len(l.unsettled), batchOps)
-		b.ops = append(b.ops, l.unsettled[:n]...)
-		l.unsettled = append([]*op(nil), l.unsettled[n:]...)
+		n := 0
+		for n < len(l.unsettled) && b.add(l.unsettled[n]) {
+			n++
+		}
+		l.unsettled = slices.Clone(l.unsettled[n:])
 	}
 	flush := l.retry && l.dirty
 	l.retry = l.retry && len(l.unsettled) > 0
@@ -413,6 +413,7 @@ func (c *committer) settle(l *lane, b *batch, state int, fresh bool, start int64
 		case opTrack:
 			c.settleTrack(l, o, state, fresh, start)
 		case opRetrack:
+			o.release()
 			o.settle(trackError(state, fresh))
 		case opDone:
 			pos++
@@ -502,6 +503,7 @@ func (c *committer) unknown(l *lane, b *batch, err error) {
 			c.owe(l, o.leases, debtPhantom)
 			o.settle(err)
 		case opRetrack:
+			c.repeatRetrack(l, o)
 			o.settle(err)
 		case opDone:
 			c.repeatDone(l, o)
@@ -525,6 +527,38 @@ func (c *committer) repeatDone(l *lane, o *op) {
 	c.qmu.Lock()
 	l.unsettled = append(l.unsettled, again)
 	c.qmu.Unlock()
+}
+
+// repeatRetrack keeps the leases held: were one removed by another lane now, a late copy of this write could bring it back.
+func (c *committer) repeatRetrack(l *lane, o *op) {
+	again := newOp(opRetrack, o.leases...)
+	for _, lease := range o.leases {
+		lease.mu.Lock()
+		lease.again, lease.lane = again, l
+		lease.mu.Unlock()
+	}
+	c.qmu.Lock()
+	l.unsettled = append(l.unsettled, again)
+	c.qmu.Unlock()
+}
+
+// release frees leases that have been tracked again.
+func (o *op) release() {
+	for _, lease := range o.leases {
+		lease.mu.Lock()
+		if lease.again == o {
+			lease.again, lease.lane = nil, nil
+		}
+		lease.mu.Unlock()
+	}
+}
+
+// submitAfter sends o by the lane that owes its lease a write of unknown outcome, and so after that write.
+func (c *committer) submitAfter(l *lane, o *op) {
+	c.qmu.Lock()
+	l.unsettled = append(l.unsettled, o)
+	c.qmu.Unlock()
+	c.kick()
 }
 
 // write sends a batch: the records by a plain HSET and the rest by the script, in one MULTI.

@@ -90,7 +90,7 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
 	ctx, cancel := r.limit(ctx)
 	defer cancel()
-	sizes := make([]*redis.IntCmd, len(orphans))
+	sizes, adds := make([]*redis.IntCmd, len(orphans)), make([]*redis.IntCmd, len(orphans))
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, o := range orphans {
 			if o.grave != "" {
@@ -98,7 +98,7 @@ func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
 			}
 			key := r.keys.crashes(o.ID)
 			if o.Reason != Released {
-				p.SAdd(ctx, key, o.Key)
+				adds[i] = p.SAdd(ctx, key, o.Key)
 				p.PExpire(ctx, key, r.cfg.RecoveryWindow)
 			}
 			sizes[i] = p.SCard(ctx, key)
@@ -110,9 +110,16 @@ func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
 			continue
 		}
 		n, err := sizes[i].Result()
+		if adds[i] != nil && adds[i].Err() != nil {
+			err = adds[i].Err()
+		}
+		if isOOM(err) { // handing back makes room: it must not fail for a few bytes
+			n, err = countScript.Run(ctx, r.rdb, []string{r.keys.crashes(o.ID)}, o.Key, ms(r.cfg.RecoveryWindow)).Int64()
+		}
 		if err != nil && !isWrongType(err) {
 			// Not counted, not handed back: the next attempt counts it.
 			o.fate, o.err = fateLater, fmt.Errorf("count recoveries: %w", err)
+			o.lease.attempts++
 			continue
 		}
 		o.Recovery = max(1, int(n))
@@ -131,7 +138,7 @@ func (r *Recoverer) decide(o *orphan) {
 	case o.grave != "":
 		o.fate = fateBury
 	case o.fate == fateLater:
-		o.delay = retryDelay(r.cfg.SweepInterval, o.lease.attempts+1)
+		o.delay = retryDelay(r.cfg.SweepInterval, o.lease.attempts)
 	case limit != NoLimit && o.Recovery > limit && o.Reason != Released:
 		o.fate, o.grave = fateBury, fmt.Sprintf("recovered %d times within %v, the limit is %d", o.Recovery-1, r.cfg.RecoveryWindow, limit)
 	default:

@@ -428,6 +428,7 @@ var scriptNames = map[string]string{
 	joinScript.Hash(): "join", beatScript.Hash(): "beat", commitScript.Hash(): "commit", whereScript.Hash(): "where",
 	claimScript.Hash(): "claim", takeScript.Hash(): "take", postponeScript.Hash(): "postpone", forgetScript.Hash(): "forget",
 	leaveScript.Hash(): "leave", lockScript.Hash(): "lock", unlockScript.Hash(): "unlock", buryScript.Hash(): "bury",
+	countScript.Hash(): "count",
 }
 
 // nameOf is the script's stem, or the command's name.

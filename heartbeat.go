@@ -67,6 +67,10 @@ func (h *heartbeater) run(ctx context.Context) {
 // pulse makes one beat, reports it, and says when the next one is due.
 func (h *heartbeater) pulse(ctx context.Context) time.Duration {
 	inc, began := h.r.current.Load(), time.Now()
+	if h.r.cfg.SelfFence && !began.Before(h.trustedUntil()) {
+		// Before the beat, which might hang: this is the last moment at which no peer can have taken anything.
+		h.abandon(inc, "no good beat within OrphanThreshold, and SelfFence is set")
+	}
 	err := h.beatOnce(ctx)
 	took := time.Since(began)
 	h.note(inc, err, took)
@@ -76,13 +80,9 @@ func (h *heartbeater) pulse(ctx context.Context) time.Duration {
 	}
 	// Not an interval later: the threshold leaves room for few more.
 	retry := shorten(h.r.cfg.HeartbeatInterval / 4)
-	if !h.r.cfg.SelfFence {
-		return retry
+	if left := time.Until(h.trustedUntil()); h.r.cfg.SelfFence && !inc.abandoned.Load() {
+		retry = max(0, min(retry, left))
 	}
-	if left := time.Until(h.trustedUntil()); left > 0 {
-		return min(retry, left)
-	}
-	h.abandon(inc, "no good beat within OrphanThreshold, and SelfFence is set")
 	return retry
 }
 
@@ -215,10 +215,29 @@ func (h *heartbeater) health() error {
 	return nil
 }
 
-// fenced is the answer that this incarnation was declared dead. What Redis has of it belongs to the peers. A lease that Redis
-// does not know at all (a failover lost its Track) would be handed back by nobody, so it is kept.
+// fenced is the answer that this incarnation was declared dead.
 func (h *heartbeater) fenced(ctx context.Context, inc *incarnation) error {
-	leases := inc.close(ErrLost)
+	return h.part(ctx, inc, inc.close(ErrLost), "declared dead by a peer")
+}
+
+// absent is the answer that Redis knows nothing of this incarnation's session. Most often it has lost everything, but perhaps only that
+// key, and then a peer that meets the rest would take it for dead: so it is made dead first, and then counted what is left.
+func (h *heartbeater) absent(ctx context.Context, inc *incarnation) error {
+	if h.forgotten() {
+		h.abandon(inc, "out of touch for longer than InflightTTL")
+		return h.rejoin(ctx, inc, nil)
+	}
+	leases := inc.close(&notLiveError{absent: true})
+	_, err := bounded(ctx, h.r.group, h.limit(), func(ctx context.Context) (any, error) { return nil, h.r.fenceOwn(ctx, inc) })
+	if err != nil {
+		return err
+	}
+	return h.part(ctx, inc, leases, "Redis lost the session")
+}
+
+// part divides the leases of a fenced incarnation. What Redis has of them belongs to the peers. A lease that Redis does not know at
+// all (a flush or a failover lost it) would be handed back by nobody, so it is kept.
+func (h *heartbeater) part(ctx context.Context, inc *incarnation, leases []*Lease, why string) error {
 	places, err := h.places(ctx, inc, leases)
 	if err != nil {
 		return fmt.Errorf("worker %q is fenced: %w", inc.id, err)
@@ -232,17 +251,8 @@ func (h *heartbeater) fenced(ctx context.Context, inc *incarnation) error {
 			lost++
 		}
 	}
-	h.tellFenced(inc, "declared dead by a peer", lost)
+	h.tellFenced(inc, why, lost)
 	return h.rejoin(ctx, inc, keep)
-}
-
-// absent is the answer that Redis knows nothing of this incarnation.
-func (h *heartbeater) absent(ctx context.Context, inc *incarnation) error {
-	if h.forgotten() {
-		h.abandon(inc, "out of touch for longer than InflightTTL")
-		return h.rejoin(ctx, inc, nil)
-	}
-	return h.rejoin(ctx, inc, inc.close(&notLiveError{absent: true}))
 }
 
 // abandon gives up an incarnation of which this worker can't be sure any more. All its leases are lost, now and for good: the

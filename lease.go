@@ -56,7 +56,8 @@ type Lease struct {
 	member string // the lease's name inside of home
 	start  int64  // us, Redis' clock
 	fin    *op    // Done's write, while finishing
-	again  *op    // the write that tracks it again, while under way
+	again  *op    // the write that tracks it again, until Redis has answered it
+	lane   *lane  // that owes again, once its outcome is unknown
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	err    error // what Done answers, once finished or lost
@@ -74,8 +75,8 @@ func (l *Lease) Job() Job {
 func (l *Lease) ID() string { return l.id }
 
 // Fence returns a number that grows with every run of the same job: a fencing token. Store it with the results, and refuse writes
-// that carry a smaller one. It is the moment of Track in microseconds by Redis' clock. On a
-// Cluster runs may begin on different nodes: there it grows as far as their clocks agree to within OrphanThreshold.
+// that carry a smaller one. It is the moment of Track in microseconds by Redis' clock. It is as good
+// as that clock: a clock that is set back, or the clocks of different Cluster nodes, can make a later run's number smaller.
 func (l *Lease) Fence() int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -90,7 +91,7 @@ func (l *Lease) Context() context.Context {
 	if l.ctx == nil {
 		// Made on demand: most callers of Track never ask, and a cancellable context costs more than the rest of a lease.
 		l.ctx, l.cancel = context.WithCancelCause(l.parent)
-		if l.state == leaseFinished || l.state == leaseLost {
+		if l.state == leaseFinished || l.state == leaseLost || l.state == leaseGiving {
 			l.cancel(l.err)
 		}
 	}
@@ -132,19 +133,21 @@ func (l *Lease) Confirm(ctx context.Context) error {
 // Redis did not confirm it in time: Done is kept and repeated with every heartbeat, and calling it again waits again. It is
 // idempotent: a second call returns what the first one did.
 func (l *Lease) Done() error {
-	l.settleAgain()
+	l.lockSettled()
 	fresh := l.state == leaseActive
 	if fresh {
 		l.state = leaseFinishing
 		l.fin = newOp(opDone, l)
 	}
-	state, fin, home, err := l.state, l.fin, l.home, l.err
+	state, fin, home, lane, err := l.state, l.fin, l.home, l.lane, l.err
 	l.mu.Unlock()
 	switch {
 	case state == leaseGiving:
 		return ErrLost
 	case state != leaseFinishing:
 		return err
+	case fresh && lane != nil:
+		home.submitAfter(lane, fin)
 	case fresh:
 		home.submit(fin)
 	default:
@@ -157,10 +160,11 @@ func (l *Lease) Done() error {
 	return fin.err
 }
 
-// settleAgain locks l.mu when the lease is not just being tracked again: removing it first would let that write bring it back.
-func (l *Lease) settleAgain() {
+// lockSettled locks l.mu when no write that tracks the lease again is under way for the first time. Removing the lease before that
+// write would let it bring the lease back. A write of unknown outcome is not waited for: l.lane says who owes it.
+func (l *Lease) lockSettled() {
 	l.mu.Lock()
-	for l.state == leaseActive && l.again != nil {
+	for l.state == leaseActive && l.again != nil && l.lane == nil {
 		again := l.again
 		l.mu.Unlock()
 		<-again.settled
@@ -190,11 +194,39 @@ func (l *Lease) finish(err error) {
 // lose tells the holder that the job is somebody else's. It reports whether that was news.
 // A holder that called Done already is told by Done.
 func (l *Lease) lose() bool {
-	if !l.end(ErrLost, leaseActive, leaseGiving) {
+	if !l.end(ErrLost, leaseActive) {
 		return false
 	}
 	l.r.noteLost(l)
 	return true
+}
+
+// give tells the holder that its own worker hands the job back. The lease stays in its incarnation's list until it is out of the index:
+// an audit must not take its record for a stray.
+func (l *Lease) give() bool {
+	l.lockSettled()
+	if l.state != leaseActive {
+		l.mu.Unlock()
+		return false
+	}
+	l.state, l.err = leaseGiving, ErrLost
+	cancel := l.cancel
+	l.mu.Unlock()
+	if cancel != nil {
+		cancel(ErrLost)
+	}
+	l.r.ended(1)
+	l.r.noteLost(l)
+	return true
+}
+
+// given is give's end: the record is in the claims, or with somebody else.
+func (l *Lease) given() {
+	l.mu.Lock()
+	l.state = leaseLost
+	home, member := l.home, l.member
+	l.mu.Unlock()
+	home.drop(member)
 }
 
 // end moves the lease to its last state, if it is in one of from.

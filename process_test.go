@@ -107,6 +107,8 @@ func (p *process) signal(s syscall.Signal) {
 // died waits until the process was killed.
 func (p *process) died() {
 	p.t.Helper()
+	overdue := time.AfterFunc(30*time.Second, func() { _ = p.cmd.Process.Signal(syscall.SIGTERM) })
+	defer overdue.Stop()
 	for p.out.Scan() {
 	}
 	var exit *exec.ExitError
@@ -167,7 +169,7 @@ func (k *killer) around(cmds []redis.Cmder, next func() error) error {
 	}
 	err := next()
 	for _, c := range cmds {
-		if nameOf(c) == k.after && !isNoScript(c.Err()) && (k.after != "claim" || tookLeases(c)) {
+		if nameOf(c) == k.after && !isNoScript(c.Err()) && !isNoScript(err) && (k.after != "claim" || tookLeases(c)) {
 			dieHere()
 		}
 	}
@@ -225,9 +227,10 @@ func childWorker() {
 		fatal(err)
 	}
 	if o.Panic {
+		job := Job{ID: o.Jobs[0]}
 		go func() {
 			_ = guard(func() {
-				_ = r.Do(context.Background(), Job{ID: o.Jobs[0]}, func(context.Context) error { panic("on purpose") })
+				_ = r.Do(context.Background(), job, func(context.Context) error { panic("on purpose") })
 			})
 		}()
 		o.Jobs = nil

@@ -288,8 +288,12 @@ func (r *Recoverer) trackLive(ctx context.Context, jobs []Job) ([]*Lease, error)
 			return leases, err
 		}
 		r.heart.kick()
+		overdue := time.NewTimer(r.tm.call)
+		defer overdue.Stop()
 		select {
 		case <-inc.replaced:
+		case <-overdue.C:
+			return nil, fmt.Errorf("the worker could not rejoin within %v: %w", r.tm.call, err)
 		case <-ctx.Done():
 			return nil, fmt.Errorf("%w while the worker rejoins: %w", ctx.Err(), err)
 		case <-r.life.Done():
@@ -443,26 +447,6 @@ func (g *group) wait(ctx context.Context) error {
 
 // detach runs code of the caller that might never return; Stop does not wait for it.
 func (r *Recoverer) detach(f func()) { go f() }
-
-// each calls f for every item, at most n at a time, and returns when all are done.
-func (r *Recoverer) each(n int, items []string, f func(string)) {
-	var wg sync.WaitGroup
-	next := make(chan string)
-	for range min(n, len(items)) {
-		wg.Add(1)
-		r.group.spawn(func() {
-			defer wg.Done()
-			for item := range next {
-				f(item)
-			}
-		})
-	}
-	for _, item := range items {
-		next <- item
-	}
-	close(next)
-	wg.Wait()
-}
 
 // bounded runs f, but does not wait for it beyond limit: go-redis does not interrupt a read when its ctx ends. What f answers after
 // that is dropped.

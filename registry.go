@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -29,9 +30,21 @@ type sessionInfo struct {
 // newWorkerID is name-random: 80 random bits, so that no id is ever used twice.
 func newWorkerID(name string) string { return name + "-" + strings.ToLower(rand.Text()[:16]) }
 
-// join opens a new incarnation. On an error nothing usable is left: an entry without a session is fenced and retired by the
-// next sweep.
-func (r *Recoverer) join(ctx context.Context) (*incarnation, error) {
+// errFencedEarly means that a sweep fell between the two steps of join.
+var errFencedEarly = errors.New("a peer fenced the session before it opened")
+
+// join opens a new incarnation.
+func (r *Recoverer) join(ctx context.Context) (inc *incarnation, err error) {
+	for range 5 {
+		if inc, err = r.joinOnce(ctx); !errors.Is(err, errFencedEarly) {
+			break
+		}
+	}
+	return inc, err
+}
+
+// joinOnce tries with one id. On an error nothing usable is left: an entry without a session is fenced and retired by the next sweep.
+func (r *Recoverer) joinOnce(ctx context.Context) (*incarnation, error) {
 	id := newWorkerID(r.cfg.WorkerName)
 	inc := newIncarnation(id, r.keys.worker(id), newCommitter(r.write, r.group.spawn, r.tm.call, r.absentDone))
 	info, err := json.Marshal(r.info)
@@ -48,7 +61,7 @@ func (r *Recoverer) join(ctx context.Context) (*incarnation, error) {
 	case err != nil:
 		err = fmt.Errorf("join as %q: %w", id, err)
 	case joined != 1:
-		err = fmt.Errorf("join as %q: a peer fenced the session before it opened", id)
+		err = fmt.Errorf("join as %q: %w", id, errFencedEarly)
 	case ctx.Err() != nil: // too late: whoever asked for it has given up
 		err = fmt.Errorf("join as %q: %w", id, ctx.Err())
 	default:

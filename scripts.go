@@ -27,6 +27,7 @@ var (
 	lockScript     = loadScript("lock")
 	unlockScript   = loadScript("unlock")
 	buryScript     = loadScript("bury")
+	countScript    = loadScript("count")
 )
 
 func loadScript(stem string) *redis.Script { return redis.NewScript(luaSource(stem)) }

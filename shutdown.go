@@ -158,9 +158,7 @@ func (r *Recoverer) returnRest(ctx context.Context, inc *incarnation) (returned 
 		switch c.verdict {
 		case verdictDead:
 			for i := range c.leases {
-				if c.leases[i].reason == Crashed {
-					c.leases[i].reason = Released
-				}
+				r.leftBecause(&c.leases[i])
 			}
 			h := r.handBack(ctx, c)
 			if returned += h.handedBack; h.err != nil {
@@ -173,6 +171,21 @@ func (r *Recoverer) returnRest(ctx context.Context, inc *incarnation) (returned 
 		}
 	}
 	return returned, fmt.Errorf("jobs are left to the peers: %w", ctx.Err())
+}
+
+// leftBecause corrects the reason of a lease that this worker leaves behind: it did not crash.
+func (r *Recoverer) leftBecause(l *claimedLease) {
+	if l.reason != Crashed {
+		return
+	}
+	l.reason = Released
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, g := range r.giveUps {
+		if g.lease.member == l.member {
+			l.reason = g.reason
+		}
+	}
 }
 
 // retireOwn ends an empty incarnation. The proof of what was handed back goes too, if nobody is left who could ask for it.
@@ -204,43 +217,70 @@ type giveUp struct {
 // surrender hands back a job that this worker, which lives, will not finish. Its holder is told at once. If Redis or the Enqueuer can't do
 // it now, the next sweeps of this worker go on with it; if the process dies, the peers'.
 func (r *Recoverer) surrender(l *Lease, reason Reason) {
-	l.settleAgain()
-	if l.state != leaseActive {
-		l.mu.Unlock()
-		return
+	if l.give() {
+		l.home.count(func(t *tally) { t.doneSent++ })
+		r.handOver(r.hard, giveUp{l, reason})
 	}
-	l.state = leaseGiving
-	home := l.home
-	l.mu.Unlock()
-	home.count(func(t *tally) { t.doneSent++ })
-	r.handOver(r.hard, giveUp{l, reason})
 }
 
 // handOver moves the lease into the claims and hands it back from there.
 func (r *Recoverer) handOver(ctx context.Context, g giveUp) {
 	home, member := g.lease.home, g.lease.member
-	c := &claim{worker: home.id, keys: home.keys, until: time.Now().Add(r.tm.claimTTL)}
+	c := &claim{worker: home.id, keys: home.keys, until: time.Now().Add(r.tm.claimTTL), now: time.Now().UnixMilli()}
 	start, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
 		return r.take(ctx, home, member, g.reason)
 	})
+	if err == nil && start == 0 {
+		start, err = r.missing(ctx, g.lease)
+	}
 	if err != nil {
 		r.log.Error("recovery: could not give up a job, will try again", "worker", home.id, "job", g.lease.job.ID, "lease", g.lease.id, "err", err)
-		r.mu.Lock()
-		r.giveUps = append(r.giveUps, g)
-		r.mu.Unlock()
-		r.owes.Store(true)
+		r.keepGiveUp(g)
 		return
 	}
-	home.count(func(t *tally) { t.doneAcked++ })
-	g.lease.lose()
 	if start == 0 {
-		return // a sweeper has it already
+		home.count(func(t *tally) { t.doneAcked++ })
+		g.lease.given() // a sweeper has it already
+		return
 	}
-	c.now = time.Now().UnixMilli()
 	c.leases = []claimedLease{{member: member, start: start, reason: g.reason, record: g.lease.record}}
-	if h := r.handBack(ctx, c); h.err != nil || h.postponed > 0 {
-		r.owes.Store(true)
+	h := r.handBack(ctx, c)
+	switch {
+	case h.handedBack+h.buried > 0:
+		if h.err != nil {
+			r.owes.Store(true) // the Enqueuer has it, but its record is still there
+		}
+	case r.inMemoryOnly(ctx, g.lease):
+		r.keepGiveUp(g)
+		return
+	default:
+		r.owes.Store(true) // it waits in the claims
 	}
+	home.count(func(t *tally) { t.doneAcked++ })
+	g.lease.given()
+}
+
+func (r *Recoverer) keepGiveUp(g giveUp) {
+	r.mu.Lock()
+	r.giveUps = append(r.giveUps, g)
+	r.mu.Unlock()
+	r.owes.Store(true)
+}
+
+// missing answers for a lease that is not in the index. If a sweeper has it, 0. If Redis lost it, its start: then this process has the
+// only copy, and hands it back from memory.
+func (r *Recoverer) missing(ctx context.Context, l *Lease) (int64, error) {
+	_, places, err := r.where(ctx, l.home, []string{l.member})
+	if err != nil || places[0] != placeUnknown {
+		return 0, err
+	}
+	return l.Fence(), nil
+}
+
+// inMemoryOnly reports whether Redis does not know the lease, or can't tell.
+func (r *Recoverer) inMemoryOnly(ctx context.Context, l *Lease) bool {
+	start, err := r.missing(ctx, l)
+	return start != 0 || err != nil
 }
 
 // take moves one lease from the index into the claims. It answers the lease's start, or 0 if it is not there any more.

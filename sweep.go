@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
 	"sync"
 	"time"
 )
@@ -19,6 +20,9 @@ type sweeper struct {
 	// Owned by the loop.
 	nextPass time.Time
 	watch    map[string]time.Time // worker -> when to look at it, if before the next pass
+
+	mu   sync.Mutex      // guards what follows
+	busy map[string]bool // workers that are being recovered, perhaps by a pass that has ended
 }
 
 // SweepReport tells what one pass found and did.
@@ -42,7 +46,9 @@ func (s *SweepReport) found() bool {
 // pass is one sweep under way. Workers are recovered concurrently.
 type pass struct {
 	*sweeper
-	ctx context.Context
+	ctx    context.Context
+	places chan struct{}  // recoveries at a time
+	work   sync.WaitGroup // recoveries of this pass
 
 	mu     sync.Mutex // guards what follows
 	report SweepReport
@@ -58,7 +64,7 @@ const (
 )
 
 func newSweeper(r *Recoverer) *sweeper {
-	return &sweeper{r: r, lock: &gcLock{rdb: r.rdb, key: r.keys.gc(), token: newWorkerID(r.cfg.WorkerName), ttl: r.cfg.GCLockTTL}}
+	return &sweeper{r: r, busy: make(map[string]bool), lock: &gcLock{rdb: r.rdb, key: r.keys.gc(), token: newWorkerID(r.cfg.WorkerName), ttl: r.cfg.GCLockTTL}}
 }
 
 // run sweeps until ctx ends.
@@ -89,7 +95,7 @@ func (s *sweeper) step(ctx context.Context) time.Duration {
 // sweepOnce takes the lock and looks: at everybody if a pass is due, else at those that are watched. now makes it a pass.
 func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) {
 	began := time.Now()
-	p := &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time)}
+	p := &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time), places: make(chan struct{}, recoverers)}
 	p.resumeOwn()
 	held, err := bounded(ctx, s.r.group, s.r.tm.call, func(ctx context.Context) (hold, error) { return s.lock.acquire(ctx, now) })
 	if err != nil || !held.ours {
@@ -110,16 +116,36 @@ func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) 
 	} else {
 		p.due(s.watch, began)
 	}
+	p.wait(now)
 	stop()
 	limited, cancel := s.r.limit(ctx)
 	defer cancel()
 	if err := s.lock.rest(limited); err != nil {
-		p.errs = append(p.errs, err)
+		p.fail(err)
 	}
-	s.watch = p.watch
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s.watch = maps.Clone(p.watch)
 	p.report.Took = time.Since(began)
 	s.tell(p.report)
 	return p.report, errors.Join(p.errs...)
+}
+
+// wait blocks until the pass' recoveries have ended. The loop does not wait for longer than an interval: an Enqueuer that is slow, or
+// hangs, for the jobs of one worker must not keep the fleet from looking after the others.
+func (p *pass) wait(toTheEnd bool) {
+	ended := make(chan struct{})
+	p.r.group.spawn(func() { defer close(ended); p.work.Wait() })
+	if toTheEnd {
+		<-ended
+		return
+	}
+	timer := time.NewTimer(p.r.cfg.SweepInterval)
+	defer timer.Stop()
+	select {
+	case <-ended:
+	case <-timer.C:
+	}
 }
 
 func (s *sweeper) tell(report SweepReport) {
@@ -134,21 +160,25 @@ func (s *sweeper) tell(report SweepReport) {
 // renewLock extends the lock while a long pass goes on. Losing it is harmless: then two sweep.
 func (s *sweeper) renewLock(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan struct{})
 	s.r.group.spawn(func() {
+		defer close(ended)
 		for sleep(ctx, max(s.lock.ttl/3, minInterval/2)) {
 			limited, cancel := s.r.limit(ctx)
 			_, _ = s.lock.acquire(limited, false)
 			cancel()
 		}
 	})
-	return cancel
+	return func() {
+		cancel()
+		<-ended // a renewal that is still under way would take the lock again after it was given up
+	}
 }
 
 // everybody looks at the whole registry.
 func (p *pass) everybody() {
-	err := p.r.scan(p.ctx, p.lookAt)
-	if err != nil {
-		p.errs = append(p.errs, err)
+	if err := p.r.scan(p.ctx, p.lookAt); err != nil {
+		p.fail(err)
 	}
 }
 
@@ -173,18 +203,51 @@ func (p *pass) lookAt(ids []string) {
 	// sweeps.
 	var silent []string
 	for _, v := range p.r.look(p.ctx, ids) {
-		p.report.Workers++
+		p.count(func(s *SweepReport) { s.Workers++ })
 		switch {
 		case v.err != nil:
-			p.errs = append(p.errs, v.err)
+			p.fail(v.err)
 		case v.alive:
-			p.report.Alive++
+			p.count(func(s *SweepReport) { s.Alive++ })
 			p.watchFor(v.id, v.left)
 		default:
 			silent = append(silent, v.id)
 		}
 	}
-	p.r.each(recoverers, silent, p.recoverWorker)
+	for _, id := range silent {
+		p.recover(id)
+	}
+}
+
+// recover begins the recovery of a worker, unless an earlier pass is still at it.
+func (p *pass) recover(id string) {
+	if !p.begin(id) {
+		return
+	}
+	p.work.Add(1)
+	p.r.group.spawn(func() {
+		defer p.work.Done()
+		defer p.end(id)
+		p.places <- struct{}{}
+		defer func() { <-p.places }()
+		p.recoverWorker(id)
+	})
+}
+
+func (s *sweeper) begin(id string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.busy[id] {
+		return false
+	}
+	s.busy[id] = true
+	return true
+}
+
+func (s *sweeper) end(id string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.busy, id)
 }
 
 // watchFor looks at a worker again after wait, if the next pass would be later than that.
@@ -220,8 +283,10 @@ func (p *pass) recoverWorker(id string) {
 		p.tellVerdict(id, c)
 		switch c.verdict {
 		case verdictDead:
-			p.handBack(c)
-			continue
+			if p.handBack(c) {
+				continue
+			}
+			// Nobody took anything: what was refused, and falls due again meanwhile, is for the next pass.
 		case verdictEmpty:
 			if err := p.r.deregister(p.ctx, id); err != nil {
 				p.fail(err)
@@ -257,7 +322,8 @@ func (p *pass) tellVerdict(id string, c *claim) {
 	}
 }
 
-func (p *pass) handBack(c *claim) {
+// handBack reports whether there was progress.
+func (p *pass) handBack(c *claim) bool {
 	h := p.r.handBack(p.ctx, c)
 	p.count(func(s *SweepReport) {
 		s.HandedBack += h.handedBack
@@ -267,6 +333,7 @@ func (p *pass) handBack(c *claim) {
 			p.errs = append(p.errs, h.err)
 		}
 	})
+	return h.handedBack+h.buried > 0 || len(c.leases) == 0
 }
 
 // resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does.
@@ -284,11 +351,12 @@ func (p *pass) resumeOwn() {
 			p.fail(err)
 			return
 		}
-		if c.verdict == verdictDead {
-			p.handBack(c)
+		if c.verdict == verdictDead && p.handBack(c) {
 			continue
 		}
-		if c.verdict == verdictIdle && c.wait >= 0 {
+		if c.verdict == verdictDead {
+			p.r.owes.Store(true)
+		} else if c.verdict == verdictIdle && c.wait >= 0 {
 			p.r.owes.Store(true)
 			p.mu.Lock()
 			p.watch[inc.id] = time.Now().Add(c.wait)

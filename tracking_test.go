@@ -169,7 +169,7 @@ func TestTrack_lateCopyIsRefused(t *testing.T) {
 		l := w.track(m, "job")[0]
 		l2 := w.track(m, "other")[0]
 		require.NoError(t, l.Done())
-		for number := range 4 {
+		for number := 1; number <= 2; number++ {
 			// As the network would deliver it: the same MULTI again.
 			a, err := m.write(bg, inc, []any{"1", l.record, "2", l2.record}, []any{"lane0", number, 2, 0, 0, "1", "2"})
 			require.NoError(t, err)

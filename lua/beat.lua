@@ -23,11 +23,8 @@ if s[1] ~= "live" then
   return {s[1] and 0 or -1}
 end
 local leases, records = redis.call("ZCARD", inflight), redis.call("HLEN", jobs)
--- PEXPIRE where it will do: unlike SET, a Redis that is out of memory allows it.
-if redis.pcall("GET", beat) ~= phase or redis.call("PEXPIRE", beat, beat_ttl) == 0 then
-  redis.call("SET", beat, phase, "PX", beat_ttl)
-end
-redis.call("DEL", suspect)
+redis.call("DEL", suspect) -- first: it lets the SET through when Redis is out of memory, see claim.lua
+redis.call("SET", beat, phase, "PX", beat_ttl)
 if retention > 0 then
   redis.call("PEXPIRE", session, retention)
   redis.call("PEXPIRE", inflight, retention)

@@ -47,6 +47,10 @@ for key, want in pairs({[session] = "hash", [inflight] = "zset", [jobs] = "hash"
   end
 end
 
+-- When Redis is out of memory it refuses a script's writes only until the script has written something, and this is a write that frees:
+-- it removes nothing, and lets the rest through. What a sweep hands back makes room.
+redis.call("HDEL", jobs, "")
+
 local s = redis.call("HMGET", session, "state", "claim")
 local state, fenced = s[1], 0
 local taken_before = string.match(s[2] or "", "^" .. call .. " (%d+)$")
@@ -118,10 +122,9 @@ if not own then
   end
   -- Records without an index: only damage, or a death inside of a retried Track, leaves them. Understood, so handed back.
   if taken == 0 and redis.call("ZCARD", inflight) == 0 and redis.call("HLEN", jobs) > 0 then
-    local field_of = redis.call("HSCAN", jobs, 0, "COUNT", most)[2]
-    for i = 1, #field_of, 2 do
+    -- At random: fields of claims that are not due must not hide the others for ever.
+    for _, field in ipairs(redis.call("HRANDFIELD", jobs, most)) do
       if full() then break end
-      local field = field_of[i]
       local member = string.match(field, "^(.*)%.claim$") or string.match(field, "^(.*)%.cp$")
       if member then
         if redis.call("HEXISTS", jobs, member) == 0 and not redis.call("ZSCORE", claims, member) then

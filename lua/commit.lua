@@ -29,7 +29,7 @@ local function us(n) return string.format("%.0f", n) end
 
 local s = redis.call("HMGET", session, "state", lane, "start")
 local state = s[1] == "live" and 1 or (s[1] and 0 or -1)
-local fresh = number == 0 or number > tonumber(s[2] or 0)
+local fresh = number == 0 and tracks == 0 or number > tonumber(s[2] or 0)
 local t = redis.call("TIME")
 local start = us(math.max(t[1] * 1000000 + t[2], tonumber(s[3] or 0) + 1))
 local width = scored and 2 or 1

@@ -8,7 +8,7 @@
 -- Twice: sets the same again.
 local session, beat, suspect = KEYS[1], KEYS[2], KEYS[3]
 
+redis.call("DEL", beat, suspect) -- first: it lets the HSET through when Redis is out of memory, see claim.lua
 redis.call("HSET", session, "state", "fenced")
 redis.call("PEXPIRE", session, ARGV[1])
-redis.call("DEL", beat, suspect)
 return 1
