@@ -25,6 +25,7 @@ const (
 
 const (
 	minInterval = 10 * time.Millisecond // below it a round trip to Redis is no longer small
+	maxInterval = 10 * 365 * 24 * time.Hour
 	maxName     = 200
 	maxJobID    = 1 << 10
 	maxHeaders  = 64 << 10
@@ -236,9 +237,12 @@ func (p *problems) name(field, value string, required bool) {
 	}
 }
 
-func (p *problems) atLeast(field string, value, bound time.Duration, why string) {
-	if value < bound {
-		p.addf("%s is %v, at least %v%s", field, value, bound, why)
+func (p *problems) duration(field string, value time.Duration, note string) {
+	if value < minInterval {
+		p.addf("%s is %v, at least %v%s", field, value, minInterval, note)
+	}
+	if value > maxInterval {
+		p.addf("%s is %v, at most %v", field, value, maxInterval)
 	}
 }
 
@@ -248,15 +252,15 @@ func (c Config) validate() error {
 	p.name("Namespace", c.Namespace, true)
 	p.name("WorkerName", c.WorkerName, true)
 	p.name("HashTag", c.HashTag, false)
-	p.atLeast("HeartbeatInterval", c.HeartbeatInterval, minInterval, "")
-	p.atLeast("OrphanThreshold", c.OrphanThreshold, minInterval, "")
-	p.atLeast("SweepInterval", c.SweepInterval, minInterval, "")
-	p.atLeast("GCLockTTL", c.GCLockTTL, minInterval, "")
-	p.atLeast("EnqueueTimeout", c.EnqueueTimeout, minInterval, "")
-	p.atLeast("StopTimeout", c.StopTimeout, minInterval, "")
-	p.atLeast("RecoveryWindow", c.RecoveryWindow, minInterval, "")
+	p.duration("HeartbeatInterval", c.HeartbeatInterval, "")
+	p.duration("OrphanThreshold", c.OrphanThreshold, "")
+	p.duration("SweepInterval", c.SweepInterval, "")
+	p.duration("GCLockTTL", c.GCLockTTL, "")
+	p.duration("EnqueueTimeout", c.EnqueueTimeout, "")
+	p.duration("StopTimeout", c.StopTimeout, "")
+	p.duration("RecoveryWindow", c.RecoveryWindow, "")
 	if c.JobTimeout != 0 {
-		p.atLeast("JobTimeout", c.JobTimeout, minInterval, " (0 for none)")
+		p.duration("JobTimeout", c.JobTimeout, " (0 for none)")
 	}
 	if c.HeartbeatInterval > c.OrphanThreshold/3 {
 		p.addf("OrphanThreshold is %v, at least 3 x HeartbeatInterval (%v): a live worker that loses two beats must not be declared dead",
@@ -265,6 +269,9 @@ func (c Config) validate() error {
 	if c.InflightTTL != NoExpiry && c.InflightTTL/3 < c.OrphanThreshold {
 		p.addf("InflightTTL is %v, at least 3 x OrphanThreshold (%v), or NoExpiry: records must outlive the time it takes to recover them",
 			c.InflightTTL, c.OrphanThreshold)
+	}
+	if c.InflightTTL > maxInterval {
+		p.addf("InflightTTL is %v, at most %v, or NoExpiry", c.InflightTTL, maxInterval)
 	}
 	for _, f := range []struct {
 		name              string

@@ -2,9 +2,7 @@ package recovery
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
-	"fmt"
 	"maps"
 	"sync"
 	"time"
@@ -56,12 +54,8 @@ type pass struct {
 	errs   []error
 }
 
-// Limits of one claim, so that no script holds Redis up for long.
-const (
-	claimLeases = 100
-	claimBytes  = 1 << 20
-	recoverers  = 8 // workers that one pass recovers at a time: one that is slow must not keep the others
-)
+// recoverers is how many workers one pass recovers at a time.
+const recoverers = 8
 
 func newSweeper(r *Recoverer) *sweeper {
 	return &sweeper{r: r, busy: make(map[string]bool), lock: &gcLock{rdb: r.rdb, key: r.keys.gc(), token: newWorkerID(r.cfg.WorkerName), ttl: r.cfg.GCLockTTL}}
@@ -365,90 +359,4 @@ func (p *pass) resumeOwn() {
 		return
 	}
 	p.r.owes.Store(true)
-}
-
-// verdict is claim.lua's decision about a worker.
-type verdict int64
-
-const (
-	verdictAlive verdict = iota
-	verdictSuspect
-	verdictDead  // leases were claimed
-	verdictIdle  // dead, and no lease is due now
-	verdictEmpty // dead, and nothing is left
-)
-
-// claim is what claim.lua answered.
-type claim struct {
-	worker  string
-	keys    workerKeys
-	verdict verdict
-	wait    time.Duration // until there is something to do; negative: never
-	now     int64         // ms, Redis' clock
-	news    bool          // this call made the suspicion, or the fence
-	damaged int
-	leases  []claimedLease
-	until   time.Time // local; when the claim runs out
-}
-
-// claimedLease is one lease of a dead worker. Nobody else hands it back before the claim runs out.
-type claimedLease struct {
-	member     string
-	start      int64 // us; 0 if it is not known
-	attempts   int
-	reason     Reason
-	record     []byte
-	checkpoint []byte
-}
-
-// claim decides about a worker and takes some of its leases. own is for this worker's own claims that are due.
-func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, error) {
-	k := r.keys.worker(id)
-	c := &claim{worker: id, keys: k, until: time.Now().Add(r.tm.claimTTL)}
-	keys := []string{k.session, k.beat, k.suspect, k.inflight, k.jobs, k.claims, k.handed, k.damaged}
-	flag := 0
-	if own {
-		flag = 1
-	}
-	call := rand.Text()
-	a, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (*replies, error) {
-		cmd, err := r.runReplicated(ctx, claimScript, keys, ms(r.tm.confirm), ms(r.tm.suspectTTL), ms(r.tm.claimTTL),
-			claimLeases, claimBytes, ms(r.tm.retention), ms(r.tm.tombstone), flag, call)
-		if err != nil {
-			return nil, err
-		}
-		return answerOf(cmd)
-	})
-	if err != nil {
-		return nil, fmt.Errorf("claim leases of worker %q: %w", id, err)
-	}
-	c.verdict = verdict(a.int())
-	if wait := a.int(); wait < 0 {
-		c.wait = -1
-	} else {
-		c.wait = time.Duration(wait) * time.Millisecond
-	}
-	c.now, c.news, c.damaged = a.int(), a.int() == 1, int(a.int())
-	for a.more() {
-		l := claimedLease{member: a.string()}
-		l.start, l.attempts, l.reason = parseClaimField(a.string())
-		l.record, l.checkpoint = a.bytes(), a.bytes()
-		c.leases = append(c.leases, l)
-	}
-	if a.err != nil {
-		return nil, fmt.Errorf("claim leases of worker %q: %w", id, a.err)
-	}
-	return c, nil
-}
-
-// parseClaimField reads "start attempts reason". What can't be read is taken as unknown: a damaged note must not keep a job from
-// being handed back.
-func parseClaimField(s string) (start int64, attempts int, reason Reason) {
-	var word string
-	_, _ = fmt.Sscanf(s, "%d %d %s", &start, &attempts, &word)
-	return start, attempts, parseReason(word)
-}
-
-func formatClaimField(l *claimedLease) string {
-	return fmt.Sprintf("%d %d %s", l.start, l.attempts, l.reason)
 }

@@ -8,6 +8,48 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
+// write sends a batch: the records by a plain HSET and the rest by the script, in one MULTI.
+func (r *Recoverer) write(ctx context.Context, inc *incarnation, records, args []any) (*replies, error) {
+	keys := []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs, inc.keys.claims, inc.keys.handed}
+	if len(records) == 0 {
+		return answerOf(commitScript.Run(ctx, r.rdb, keys, args...))
+	}
+	if r.cfg.WaitReplicas > 0 {
+		return r.writeReplicated(ctx, inc.keys.jobs, records, keys, args)
+	}
+	cmd, err := r.writeTx(ctx, inc.keys.jobs, records, func(p redis.Pipeliner) *redis.Cmd {
+		return commitScript.EvalSha(ctx, p, keys, args...)
+	})
+	if isNoScript(err) {
+		// The HSET was executed, the script was not. The same batch again, with the script's text.
+		cmd, err = r.writeTx(ctx, inc.keys.jobs, records, func(p redis.Pipeliner) *redis.Cmd {
+			return commitScript.Eval(ctx, p, keys, args...)
+		})
+	}
+	if err != nil {
+		return nil, err
+	}
+	return answerOf(cmd)
+}
+
+func (r *Recoverer) writeTx(ctx context.Context, jobs string, records []any, script func(redis.Pipeliner) *redis.Cmd) (cmd *redis.Cmd, err error) {
+	var hset *redis.IntCmd
+	_, err = r.rdb.TxPipelined(ctx, func(p redis.Pipeliner) error {
+		hset = p.HSet(ctx, jobs, records...)
+		cmd = script(p)
+		return nil
+	})
+	if redis.HasErrorPrefix(err, "EXECABORT") && hset.Err() != nil {
+		err = fmt.Errorf("%w: %w", hset.Err(), err) // OOM, say: why it was aborted
+	}
+	return cmd, err
+}
+
+func answerOf(cmd *redis.Cmd) (*replies, error) {
+	a := readReplies(cmd)
+	return a, a.err
+}
+
 // Config.WaitReplicas: a write counts only when that many replicas have it. WAIT speaks of the connection that it is sent on, so
 // the write and WAIT go in one pipeline; and on a cluster to the node that has the key, by name, because WAIT has no
 // key to be routed by.

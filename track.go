@@ -1,0 +1,171 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// Track records that this worker runs job. When it returns nil error, the job ends in exactly one of: Done, the
+// Enqueuer, the dead letters. It blocks for a round trip, at most until ctx ends; the lease's Context descends from ctx.
+//
+// On an error the caller still has the job, and nothing is left that would run it twice, except with ErrLost: then the job was
+// recorded and is being handed back, and the caller must drop it. If Redis' answer was lost, the record is removed as soon as
+// Redis can be reached; if the process dies before that, the job is handed back although Track had failed.
+func (r *Recoverer) Track(ctx context.Context, job Job) (*Lease, error) {
+	leases, err := r.track(ctx, []Job{job})
+	if err != nil {
+		return nil, err
+	}
+	return leases[0], nil
+}
+
+// TrackAll is Track for several jobs, all or none: in one write, and with the same Fence.
+func (r *Recoverer) TrackAll(ctx context.Context, jobs ...Job) ([]*Lease, error) {
+	if len(jobs) == 0 {
+		return nil, nil
+	}
+	return r.track(ctx, jobs)
+}
+
+func (r *Recoverer) track(ctx context.Context, jobs []Job) ([]*Lease, error) {
+	for i := range jobs {
+		if err := jobs[i].validate(&r.cfg); err != nil {
+			return nil, err
+		}
+	}
+	if err := r.begin(len(jobs)); err != nil {
+		return nil, err
+	}
+	leases, err := r.trackLive(ctx, jobs)
+	if err != nil {
+		r.ended(len(jobs))
+		if len(jobs) == 1 {
+			return nil, fmt.Errorf("track job %q: %w", jobs[0].ID, err)
+		}
+		return nil, fmt.Errorf("track %d jobs: %w", len(jobs), err)
+	}
+	r.counts.tracked.Add(uint64(len(leases)))
+	return leases, nil
+}
+
+// trackLive tracks under the current incarnation, and once more under the next if that one turns out to be over.
+func (r *Recoverer) trackLive(ctx context.Context, jobs []Job) ([]*Lease, error) {
+	for attempt := 1; ; attempt++ {
+		inc := r.current.Load()
+		leases, err := r.trackIn(ctx, inc, jobs)
+		var over *notLiveError
+		if !errors.As(err, &over) || attempt > 1 {
+			return leases, err
+		}
+		r.heart.kick()
+		overdue := time.NewTimer(r.tm.call)
+		defer overdue.Stop()
+		select {
+		case <-inc.replaced:
+		case <-overdue.C:
+			return nil, fmt.Errorf("the worker could not rejoin within %v: %w", r.tm.call, err)
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w while the worker rejoins: %w", ctx.Err(), err)
+		case <-r.life.Done():
+			return nil, ErrNotRunning
+		}
+	}
+}
+
+func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) ([]*Lease, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if inc.closed() {
+		return nil, &notLiveError{}
+	}
+	if inc.overloaded() {
+		return nil, errors.New("Redis has not answered for too long: too many writes have an unknown outcome")
+	}
+	leases := make([]*Lease, len(jobs))
+	for i, job := range jobs {
+		leases[i] = &Lease{r: r, job: job, parent: ctx}
+		inc.admit(leases[i])
+		record, err := encodeRecord(&leases[i].job, leases[i].id, r.cfg.Codec)
+		if err != nil {
+			inc.drop(members(leases[:i+1])...)
+			return nil, fmt.Errorf("job %q: %w", job.ID, err)
+		}
+		leases[i].record = record
+	}
+	o := newOp(opTrack, leases...)
+	inc.submit(o)
+	select {
+	case <-o.settled:
+	case <-ctx.Done():
+		if o.abandon() {
+			return nil, ctx.Err()
+		}
+		<-o.settled
+	}
+	if o.err != nil {
+		return nil, o.err
+	}
+	return leases, nil
+}
+
+// begin enters n leases, if there is room. It is what Stop waits for, so it comes before anything else.
+func (r *Recoverer) begin(n int) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state != StateRunning {
+		return fmt.Errorf("%w: state is %v", ErrNotRunning, r.state)
+	}
+	if r.cfg.MaxInflight > 0 && r.inflight+n > r.cfg.MaxInflight {
+		return fmt.Errorf("%w: %d jobs in flight, Config.MaxInflight is %d", ErrAtCapacity, r.inflight, r.cfg.MaxInflight)
+	}
+	r.inflight += n
+	return nil
+}
+
+// ended takes n leases out again.
+func (r *Recoverer) ended(n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.inflight -= n
+	if r.inflight == 0 && r.idle != nil {
+		close(r.idle)
+		r.idle = nil
+	}
+}
+
+func (r *Recoverer) noteLost(l *Lease) {
+	r.counts.lost.Add(1)
+	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.id, "queue", l.job.Queue)
+	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.id, Job: l.job.ID, Queue: l.job.Queue})
+}
+
+// absentDone answers Done when Redis knows nothing of the incarnation. Redis lost its data, and with it the jobs: nobody has
+// them. Only if this worker was away for so long that even its fence has expired must it assume the worst.
+func (r *Recoverer) absentDone() error {
+	if r.heart.forgotten() {
+		return ErrLost
+	}
+	return nil
+}
+
+// Do tracks job, runs fn with the lease's context, and ends the lease. It returns fn's error; joined with ErrLost if the job was
+// lost meanwhile, or with Done's error. If fn panics the job is handed back, with Reason Panicked, and the panic goes on.
+func (r *Recoverer) Do(ctx context.Context, job Job, fn func(context.Context) error) error {
+	l, err := r.Track(ctx, job)
+	if err != nil {
+		return err
+	}
+	returned := false
+	defer func() {
+		// Not by recover: the panic keeps its own stack. Goexit comes here, too.
+		if !returned {
+			r.surrender(l, Panicked)
+		}
+	}()
+	err = fn(l.Context())
+	returned = true
+	return errors.Join(err, l.Done())
+}
