@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 )
@@ -79,6 +80,9 @@ func decodeRecord(raw []byte, lease string, codec Codec) (job Job, err error) {
 	timeout, limit := d.varint(), d.varint()
 	if d.err != nil {
 		return job, d.err
+	}
+	if timeout > maxInterval.Milliseconds() || limit > math.MaxInt32 || limit < NoLimit {
+		return job, fmt.Errorf("record has timeout %d ms and limit %d, which nobody can have written", timeout, limit)
 	}
 	job.Timeout = timeoutFromMS(timeout)
 	job.MaxRecoveries = int(limit)
@@ -193,10 +197,10 @@ func (j *Job) validate(cfg *Config) error {
 		return fmt.Errorf("%w: Queue of job %q has %d bytes, at most %d", ErrInvalidJob, j.ID, len(j.Queue), maxJobID)
 	case headers > maxHeaders:
 		return fmt.Errorf("%w: Headers of job %q have %d bytes, at most %d", ErrInvalidJob, j.ID, headers, maxHeaders)
-	case j.Timeout < 0 && j.Timeout != NoTimeout, j.Timeout > 0 && j.Timeout < minInterval:
-		return fmt.Errorf("%w: Timeout of job %q is %v, at least %v, or 0 as configured, or NoTimeout", ErrInvalidJob, j.ID, j.Timeout, minInterval)
-	case j.MaxRecoveries < NoLimit:
-		return fmt.Errorf("%w: MaxRecoveries of job %q is %d, at least 0, or NoLimit", ErrInvalidJob, j.ID, j.MaxRecoveries)
+	case j.Timeout < 0 && j.Timeout != NoTimeout, j.Timeout > 0 && j.Timeout < minInterval, j.Timeout > maxInterval:
+		return fmt.Errorf("%w: Timeout of job %q is %v, from %v to %v, or 0 as configured, or NoTimeout", ErrInvalidJob, j.ID, j.Timeout, minInterval, maxInterval)
+	case j.MaxRecoveries < NoLimit, j.MaxRecoveries > math.MaxInt32:
+		return fmt.Errorf("%w: MaxRecoveries of job %q is %d, from 0 to %d, or NoLimit", ErrInvalidJob, j.ID, j.MaxRecoveries, math.MaxInt32)
 	case len(j.Payload) > cfg.MaxPayload:
 		return fmt.Errorf("%w: job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Payload), cfg.MaxPayload)
 	}

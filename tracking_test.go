@@ -87,7 +87,7 @@ func TestTrack_invalidJob(t *testing.T) {
 			{Job{ID: "x", Queue: strings.Repeat("x", 1025)}, ErrInvalidJob, "Queue"},
 			{Job{ID: "x", Headers: map[string]string{"h": strings.Repeat("x", 1<<16)}}, ErrInvalidJob, "Headers"},
 			{Job{ID: "x", Timeout: -2}, ErrInvalidJob, "Timeout"},
-			{Job{ID: "x", Timeout: time.Millisecond}, ErrInvalidJob, "1ms, at least 10ms"},
+			{Job{ID: "x", Timeout: time.Millisecond}, ErrInvalidJob, "1ms, from 10ms to"},
 			{Job{ID: "x", MaxRecoveries: -2}, ErrInvalidJob, "MaxRecoveries"},
 			{Job{ID: "x", Payload: make([]byte, 11)}, ErrPayloadTooLarge, "11 bytes, Config.MaxPayload is 10"},
 		} {
