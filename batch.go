@@ -133,13 +133,17 @@ func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
 					sent++
 				}
 				records = append(records, lease.member, lease.record)
+				if b.scored {
+					records = append(records, lease.checkpointFields()...)
+				}
 			}
 			continue
 		case opDone:
 			done = append(done, o.leases[0].member)
+			extra = append(extra, o.leases[0].extraFields()...)
 		case opRemove:
 			done = append(done, o.member)
-			extra = append(extra, o.member+checkpointField)
+			extra = append(extra, o.member+checkpointField, o.member+numberField)
 		}
 		dones++
 		if !o.counted && (o.kind == opDone || o.debt == debtKnown) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"fmt"
+	"strings"
 	"time"
 )
 
@@ -43,6 +44,8 @@ type claimedLease struct {
 	start      int64 // us; 0 if it is not known
 	attempts   int
 	reason     Reason
+	waited     bool   // Backoff has had its say
+	lastErr    string // of the Enqueuer
 	record     []byte
 	checkpoint []byte
 }
@@ -77,7 +80,7 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	c.now, c.news, c.damaged = a.int(), a.int() == 1, int(a.int())
 	for a.more() {
 		l := claimedLease{member: a.string()}
-		l.start, l.attempts, l.reason = parseClaimField(a.string())
+		l.parse(a.string())
 		l.record, l.checkpoint = a.bytes(), a.bytes()
 		c.leases = append(c.leases, l)
 	}
@@ -87,14 +90,21 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	return c, nil
 }
 
-// parseClaimField reads "start attempts reason". What can't be read is taken as unknown: a damaged note must not keep a job from
-// being handed back.
-func parseClaimField(s string) (start int64, attempts int, reason Reason) {
-	var word string
-	_, _ = fmt.Sscanf(s, "%d %d %s", &start, &attempts, &word)
-	return start, attempts, parseReason(word)
+// parse reads a claim field: "start attempts reason flags error". What can't be read is taken as unknown: a damaged note must not keep a
+// job from being handed back.
+func (l *claimedLease) parse(s string) {
+	var word, flags string
+	_, _ = fmt.Sscanf(s, "%d %d %s %s", &l.start, &l.attempts, &word, &flags)
+	l.reason, l.waited = parseReason(word), flags == "w"
+	if parts := strings.SplitN(s, " ", 5); len(parts) == 5 {
+		l.lastErr = parts[4]
+	}
 }
 
-func formatClaimField(l *claimedLease) string {
-	return fmt.Sprintf("%d %d %s", l.start, l.attempts, l.reason)
+func (l *claimedLease) format() string {
+	flags := "-"
+	if l.waited {
+		flags = "w"
+	}
+	return fmt.Sprintf("%d %d %s %s %.500s", l.start, l.attempts, l.reason, flags, l.lastErr)
 }

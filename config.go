@@ -89,6 +89,16 @@ type Config struct {
 	// MaxPayload limits a job's payload, in bytes. Redis keeps payloads in memory. Default: 1 MiB.
 	MaxPayload int
 
+	// PayloadStore keeps payloads of PayloadThreshold bytes and more outside of Redis, under the lease's ID, until the job is Done or the
+	// Enqueuer has taken it. All workers need the same one. Default: nil, everything is in Redis.
+	PayloadStore PayloadStore
+
+	// PayloadThreshold is from which size on PayloadStore is used. Default: 64 KiB.
+	PayloadThreshold int
+
+	// MaxDead limits the dead letters of the namespace; beyond it the oldest are dropped, and each is announced. Default: 10,000.
+	MaxDead int
+
 	// EnqueueTimeout bounds one call of the Enqueuer. Default: 10s.
 	EnqueueTimeout time.Duration
 
@@ -186,6 +196,12 @@ func (c Config) withDefaults() Config {
 	if c.MaxPayload == 0 {
 		c.MaxPayload = 1 << 20
 	}
+	if c.PayloadThreshold == 0 {
+		c.PayloadThreshold = 64 << 10
+	}
+	if c.MaxDead == 0 {
+		c.MaxDead = 10_000
+	}
 	if c.EnqueueConcurrency == 0 {
 		c.EnqueueConcurrency = 16
 	}
@@ -280,11 +296,18 @@ func (c Config) validate() error {
 		{"MaxRecoveries", c.MaxRecoveries, NoLimit, math.MaxInt32},
 		{"MaxInflight", c.MaxInflight, 0, math.MaxInt32},
 		{"MaxPayload", c.MaxPayload, 1, 512 << 20},
+		{"PayloadThreshold", c.PayloadThreshold, 1, 512 << 20},
+		{"MaxDead", c.MaxDead, 1, math.MaxInt32},
 		{"EnqueueConcurrency", c.EnqueueConcurrency, 1, 1 << 16},
 		{"WaitReplicas", c.WaitReplicas, 0, 1 << 10},
 	} {
 		if f.value < f.low || f.value > f.total {
 			p.addf("%s is %d, from %d to %d", f.name, f.value, f.low, f.total)
+		}
+	}
+	if v, ok := c.Codec.(interface{ validate() error }); ok {
+		if err := v.validate(); err != nil {
+			p = append(p, err)
 		}
 	}
 	if len(p) == 0 {

@@ -148,7 +148,7 @@ func FuzzConfig(f *testing.F) {
 
 func FuzzRecord(f *testing.F) {
 	for _, j := range []Job{{ID: "a"}, {ID: "b", Queue: "q", Payload: []byte("p"), Headers: map[string]string{"h": "v"}, Timeout: NoTimeout, MaxRecoveries: NoLimit}} {
-		raw, err := encodeRecord(&j, "lease", nil)
+		raw, err := encodeRecord(&j, "lease", nil, false)
 		require.NoError(f, err)
 		f.Add(raw)
 	}
@@ -158,7 +158,7 @@ func FuzzRecord(f *testing.F) {
 		if err != nil {
 			return
 		}
-		again, err := encodeRecord(&job, "lease", nil)
+		again, err := encodeRecord(&job, "lease", nil, false)
 		require.NoError(t, err)
 		back, err := decodeRecord(again, "lease", nil)
 		require.NoError(t, err)
@@ -194,7 +194,7 @@ func flip(b []byte) []byte {
 
 func TestRecord_codec(t *testing.T) {
 	job := Job{ID: "id", Queue: "q", Payload: []byte("secret payload"), Headers: map[string]string{"key": "secret header"}}
-	raw, err := encodeRecord(&job, "w/1", xor{})
+	raw, err := encodeRecord(&job, "w/1", xor{}, false)
 	require.NoError(t, err)
 	assert.NotContains(t, string(raw), "secret")
 	back, err := decodeRecord(raw, "w/1", xor{})
@@ -209,7 +209,7 @@ func TestRecord_codec(t *testing.T) {
 		assert.Equal(t, "id", back.ID, "what is readable is told: "+name)
 		assert.Nil(t, back.Payload)
 	}
-	_, err = encodeRecord(&job, "w/1", xor{broken: true})
+	_, err = encodeRecord(&job, "w/1", xor{broken: true}, false)
 	assert.ErrorContains(t, err, "seal: no key")
 }
 

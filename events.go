@@ -22,6 +22,7 @@ type Events struct {
 	HandedBack     func(HandedBackInfo)     // an orphan was accepted by the Enqueuer
 	HandBackFailed func(HandBackFailedInfo) // an orphan was refused; it is kept and tried again
 	Buried         func(BuriedInfo)         // an orphan went to the dead letters
+	Dropped        func(DroppedInfo)        // a dead letter had to make room for newer ones
 	Swept          func(SweepReport)        // a pass has ended
 }
 
@@ -99,6 +100,12 @@ type BuriedInfo struct {
 	Err    error
 }
 
+// DroppedInfo tells of a dead letter that was dropped, because there were more than Config.MaxDead.
+type DroppedInfo struct {
+	Key, Job, Queue string
+	Reason          string // why it had been buried
+}
+
 // Stats counts what a Recoverer did since New. Counters only grow.
 type Stats struct {
 	Inflight int // jobs tracked now
@@ -112,6 +119,7 @@ type Stats struct {
 	HandedBack             uint64 // orphans accepted by the Enqueuer
 	HandBackFailed         uint64 // calls of the Enqueuer that failed
 	Buried                 uint64 // orphans put into the dead letters by this worker
+	Dropped                uint64 // dead letters dropped because of Config.MaxDead
 
 	LastBeat     time.Time // start of the last good beat, on this machine's clock
 	TrustedUntil time.Time // until then nobody can have taken this worker's jobs
@@ -120,7 +128,7 @@ type Stats struct {
 // counters are the atomics behind Stats.
 type counters struct {
 	tracked, done, lost, beats, beatsFailed, rejoins, repaired, sweeps, suspected,
-	fencedPeers, handedBack, handBackFailed, buried atomic.Uint64
+	fencedPeers, handedBack, handBackFailed, buried, dropped atomic.Uint64
 }
 
 func (c *counters) snapshot() Stats {
@@ -129,7 +137,7 @@ func (c *counters) snapshot() Stats {
 		Beats: c.beats.Load(), BeatsFailed: c.beatsFailed.Load(), Rejoins: c.rejoins.Load(),
 		Repaired: c.repaired.Load(), Sweeps: c.sweeps.Load(), Suspected: c.suspected.Load(),
 		FencedPeers: c.fencedPeers.Load(), HandedBack: c.handedBack.Load(),
-		HandBackFailed: c.handBackFailed.Load(), Buried: c.buried.Load(),
+		HandBackFailed: c.handBackFailed.Load(), Buried: c.buried.Load(), Dropped: c.dropped.Load(),
 	}
 }
 

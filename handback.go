@@ -2,9 +2,11 @@ package recovery
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -28,12 +30,13 @@ type handed struct {
 // orphan is a claimed lease on its way back.
 type orphan struct {
 	Orphan
-	lease *claimedLease
-	err   error  // why it can't be read, or was refused
-	grave string // why it must go to the dead letters, or ""
-	delay time.Duration
-	took  time.Duration
-	fate  fate
+	lease  *claimedLease
+	err    error  // why it can't be read, or was refused
+	stored bool   // its payload lies in the PayloadStore
+	grave  string // why it must go to the dead letters, or ""
+	delay  time.Duration
+	took   time.Duration
+	fate   fate
 }
 
 // fate is where an orphan goes.
@@ -53,7 +56,7 @@ func (r *Recoverer) handBack(ctx context.Context, c *claim) handed {
 	for i := range c.leases {
 		orphans[i] = r.decode(c, &c.leases[i])
 	}
-	r.countCrashes(ctx, orphans)
+	r.countCrashes(ctx, c.now, orphans)
 	var ready []*orphan
 	for _, o := range orphans {
 		if r.decide(o); o.fate == fateEnqueue {
@@ -72,7 +75,7 @@ func (r *Recoverer) handBack(ctx context.Context, c *claim) handed {
 // decode reads a claimed lease. What can't be read is for the dead letters.
 func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 	o := &orphan{lease: l}
-	o.Key, o.Worker, o.Reason, o.Checkpoint = leaseID(c.worker, l.member), c.worker, l.reason, l.checkpoint
+	o.Key, o.Worker, o.Reason = leaseID(c.worker, l.member), c.worker, l.reason
 	if l.start > 0 {
 		o.TrackedAt = time.UnixMicro(l.start)
 	}
@@ -82,15 +85,24 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 	}
 	if o.Job, o.err = decodeRecord(l.record, o.Key, r.cfg.Codec); o.err != nil {
 		o.grave = "record unreadable"
+		return o
 	}
+	o.stored = isStored(l.record)
+	if o.Checkpoint = o.Job.Checkpoint; l.checkpoint != nil {
+		if o.Checkpoint, o.err = openCheckpoint(l.checkpoint, o.Key, r.cfg.Codec); o.err != nil {
+			o.grave = "checkpoint unreadable"
+		}
+	}
+	o.Job.Checkpoint = o.Checkpoint // whoever tracks this Job again hands it on
 	return o
 }
 
-// countCrashes enters each crash in the history of its job and learns how many there are. Released is no crash.
-func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
+// countCrashes enters each crash in the history of its job and learns how many there are in the window. Released is no crash.
+func (r *Recoverer) countCrashes(ctx context.Context, now int64, orphans []*orphan) {
 	ctx, cancel := r.limit(ctx)
 	defer cancel()
 	sizes, adds := make([]*redis.IntCmd, len(orphans)), make([]*redis.IntCmd, len(orphans))
+	since := "(" + strconv.FormatInt(now-ms(r.cfg.RecoveryWindow), 10)
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, o := range orphans {
 			if o.grave != "" {
@@ -98,10 +110,10 @@ func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
 			}
 			key := r.keys.crashes(o.ID)
 			if o.Reason != Released {
-				adds[i] = p.SAdd(ctx, key, o.Key)
+				adds[i] = p.ZAddNX(ctx, key, redis.Z{Score: float64(now), Member: o.Key})
 				p.PExpire(ctx, key, r.cfg.RecoveryWindow)
 			}
-			sizes[i] = p.SCard(ctx, key)
+			sizes[i] = p.ZCount(ctx, key, since, "+inf")
 		}
 		return nil
 	}) // each command has its own error
@@ -114,16 +126,22 @@ func (r *Recoverer) countCrashes(ctx context.Context, orphans []*orphan) {
 			err = adds[i].Err()
 		}
 		if isOOM(err) { // handing back makes room: it must not fail for a few bytes
-			n, err = countScript.Run(ctx, r.rdb, []string{r.keys.crashes(o.ID)}, o.Key, ms(r.cfg.RecoveryWindow)).Int64()
+			n, err = countScript.Run(ctx, r.rdb, []string{r.keys.crashes(o.ID)}, o.Key, now, ms(r.cfg.RecoveryWindow)).Int64()
 		}
 		if err != nil && !isWrongType(err) {
 			// Not counted, not handed back: the next attempt counts it.
-			o.fate, o.err = fateLater, fmt.Errorf("count recoveries: %w", err)
-			o.lease.attempts++
+			o.fail(fmt.Errorf("count recoveries: %w", err), r.cfg.SweepInterval)
 			continue
 		}
 		o.Recovery = max(1, int(n))
 	}
+}
+
+// fail keeps an orphan for later, each time a little later.
+func (o *orphan) fail(err error, interval time.Duration) {
+	o.lease.attempts++
+	o.lease.lastErr = strings.Join(strings.Fields(err.Error()), " ")
+	o.fate, o.err, o.delay = fateLater, err, shorten(retryDelay(interval, o.lease.attempts))
 }
 
 // decide says where an orphan goes.
@@ -138,12 +156,26 @@ func (r *Recoverer) decide(o *orphan) {
 	case o.grave != "":
 		o.fate = fateBury
 	case o.fate == fateLater:
-		o.delay = retryDelay(r.cfg.SweepInterval, o.lease.attempts)
 	case limit != NoLimit && o.Recovery > limit && o.Reason != Released:
 		o.fate, o.grave = fateBury, fmt.Sprintf("recovered %d times within %v, the limit is %d", o.Recovery-1, r.cfg.RecoveryWindow, limit)
 	default:
 		o.fate = fateEnqueue
+		if o.delay = r.backoff(o); o.delay > 0 {
+			o.fate = fateLater
+		}
 	}
+}
+
+// backoff asks once, before the first attempt; the answer is kept in Redis, as the time at which the claim falls due.
+func (r *Recoverer) backoff(o *orphan) (delay time.Duration) {
+	if r.cfg.Backoff == nil || o.lease.waited || o.lease.attempts > 0 || o.Reason == Released {
+		return 0
+	}
+	o.lease.waited = true
+	if err := guard(func() { delay = r.cfg.Backoff(o.Recovery) }); err != nil {
+		logPanic(r.log, "recovery: Config.Backoff panicked", err)
+	}
+	return min(delay, maxInterval)
 }
 
 // retryDelay is how long a job waits after its nth failed hand-back.
@@ -210,6 +242,9 @@ func (r *Recoverer) takeSlot(ctx context.Context) bool {
 func (r *Recoverer) freeSlot() { <-r.slots }
 
 func (r *Recoverer) offer(o *orphan) {
+	if !r.loadPayload(o) {
+		return
+	}
 	began := time.Now()
 	err := r.enqueue(o.Orphan)
 	o.took = time.Since(began)
@@ -224,9 +259,13 @@ func (r *Recoverer) enqueueBatch(start context.Context, ready []*orphan) {
 		return
 	}
 	defer r.freeSlot()
-	list := make([]Orphan, len(ready))
-	for i, o := range ready {
-		list[i] = o.Orphan
+	var list []Orphan
+	ready = slices.DeleteFunc(slices.Clone(ready), func(o *orphan) bool { return !r.loadPayload(o) })
+	for _, o := range ready {
+		list = append(list, o.Orphan)
+	}
+	if len(list) == 0 {
+		return
 	}
 	began := time.Now()
 	errs := r.enqueueAll(list)
@@ -249,8 +288,7 @@ func (r *Recoverer) judge(o *orphan, err error) {
 	case isPermanent(err):
 		o.fate, o.grave = fateBury, "refused by the Enqueuer for good"
 	default:
-		o.lease.attempts++
-		o.fate, o.delay = fateLater, retryDelay(r.cfg.SweepInterval, o.lease.attempts)
+		o.fail(err, r.cfg.SweepInterval)
 	}
 }
 
@@ -264,19 +302,22 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 	var errs []error
 	for _, o := range orphans {
 		if o.fate == fateBury {
-			errs = append(errs, r.bury(ctx, c, o))
+			errs = append(errs, r.bury(ctx, o))
 		}
 		switch o.fate {
 		case fateForget, fateBury:
 			forget = append(forget, o.lease.member)
 		case fateLater:
-			later = append(later, o.lease.member, ms(shorten(o.delay)), formatClaimField(o.lease))
+			later = append(later, o.lease.member, ms(o.delay), o.lease.format())
 		}
 	}
 	if len(forget) > 0 {
 		args := append([]any{ms(r.tm.tombstone)}, forget...)
 		err := forgetScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims, c.keys.handed}, args...).Err()
 		r.accepted.note(orphans, err != nil)
+		if err == nil {
+			r.dropPayloads(ctx, orphans)
+		}
 		errs = append(errs, err)
 	}
 	if len(later) > 0 {
@@ -350,41 +391,4 @@ func (a *acceptedKeys) note(orphans []*orphan, stay bool) {
 			a.keys[o.Key] = true
 		}
 	}
-}
-
-// letter is a dead letter as it is kept; the record and the checkpoint lie beside it, untouched.
-type letter struct {
-	Job       string `json:"job,omitempty"`
-	Queue     string `json:"queue,omitempty"`
-	Worker    string `json:"worker"`
-	Grave     string `json:"grave"`
-	Reason    string `json:"reason"`
-	Recovery  int    `json:"recovery"`
-	TrackedUS int64  `json:"tracked_us,omitempty"`
-	Err       string `json:"err,omitempty"`
-}
-
-// bury writes a dead letter. If that fails the claim is left to run out, and the next sweeper tries again.
-func (r *Recoverer) bury(ctx context.Context, c *claim, o *orphan) error {
-	text := letter{Job: o.ID, Queue: o.Queue, Worker: o.Worker, Grave: o.grave, Reason: o.Reason.String(), Recovery: o.Recovery, TrackedUS: o.lease.start}
-	if o.err != nil {
-		text.Err = o.err.Error()
-	}
-	body, err := json.Marshal(text)
-	if err == nil {
-		_, err = r.runReplicated(ctx, buryScript, []string{r.keys.deadIndex(), r.keys.deadJobs()}, o.Key, body,
-			flagOf(o.lease.record), o.lease.record, flagOf(o.lease.checkpoint), o.lease.checkpoint)
-	}
-	if err != nil {
-		o.fate = fateNothing
-		return fmt.Errorf("bury job %q: %w", o.ID, err)
-	}
-	return nil
-}
-
-func flagOf(b []byte) int {
-	if b == nil {
-		return 0
-	}
-	return 1
 }

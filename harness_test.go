@@ -68,13 +68,24 @@ func inBubble(t *testing.T, f func(w *world)) {
 		m := miniredis.NewMiniRedis()
 		m.ClockTTL(true)
 		w := &world{t: t, mini: m, ns: "test", logs: &lockedBuffer{}}
+		var conns sync.Mutex
+		var open []net.Conn
 		w.dial = func(context.Context) (net.Conn, error) {
 			c, err := m.Dial()
 			if err != nil {
 				return nil, err
 			}
-			return bufpipe.New(c), nil
+			c = bufpipe.New(c)
+			conns.Lock()
+			defer conns.Unlock()
+			open = append(open, c)
+			return c, nil
 		}
+		defer func() { // go-redis forgets a connection whose dial ends after its pool was closed
+			for _, c := range open {
+				_ = c.Close()
+			}
+		}()
 		w.raw = w.client(nil)
 		defer m.Close()
 		defer w.close()
@@ -428,7 +439,7 @@ var scriptNames = map[string]string{
 	joinScript.Hash(): "join", beatScript.Hash(): "beat", commitScript.Hash(): "commit", whereScript.Hash(): "where",
 	claimScript.Hash(): "claim", takeScript.Hash(): "take", postponeScript.Hash(): "postpone", forgetScript.Hash(): "forget",
 	leaveScript.Hash(): "leave", lockScript.Hash(): "lock", unlockScript.Hash(): "unlock", buryScript.Hash(): "bury",
-	countScript.Hash(): "count",
+	countScript.Hash(): "count", untakeScript.Hash(): "untake", exhumeScript.Hash(): "exhume", checkpointScript.Hash(): "checkpoint",
 }
 
 // nameOf is the script's stem, or the command's name.

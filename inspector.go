@@ -17,6 +17,7 @@ type Inspector struct {
 	rdb   redis.UniversalClient
 	keys  keyspace
 	codec Codec
+	store PayloadStore
 }
 
 // InspectorOption tells an Inspector what the workers' Config says.

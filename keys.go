@@ -18,7 +18,7 @@ const schema = "recovery:1:"
 //	W:claims      ZSET        claim, take          InflightTTL        empties itself
 //	W:handed      SET         forget               InflightTTL        Stop, if nobody can ask any more
 //	W:damaged     any         claim                InflightTTL        nobody: it is evidence
-//	crashes:job   SET         count                RecoveryWindow     a person who requeues the job
+//	crashes:job   ZSET        count                RecoveryWindow     a person who requeues the job
 //	dead:index    ZSET        bury                 never              a person, or MaxDead
 //	dead:jobs     HASH        bury                 never              as dead:index
 //
@@ -91,5 +91,6 @@ func leaseID(worker, member string) string {
 // Fields of W:jobs beside a lease's record, which has the bare member as its name. Members end in a digit.
 const (
 	checkpointField = ".cp"    // the last checkpoint
-	claimField      = ".claim" // start us, attempts to hand back, reason: written when the lease leaves inflight
+	numberField     = ".cpn"   // its number
+	claimField      = ".claim" // start us, attempts to hand back, reason, flags, last error: written when the lease leaves inflight
 )

@@ -17,14 +17,15 @@ type Job struct {
 	Headers       map[string]string // optional; for trace context and the like; at most 64 KiB
 	Timeout       time.Duration     // optional; overrides Config.JobTimeout; NoTimeout switches it off
 	MaxRecoveries int               // optional; overrides Config.MaxRecoveries
+	Checkpoint    []byte            // optional; where an earlier run got to: handed on until this run replaces it
 }
 
 // leaseState is what a holder may still do. It only moves forward:
 //
-//	tracking -> active -> finishing -> finished
+//	tracking -> active -> finishing -> finished, or lost
 //	                   -> giving    -> lost
+//	                   -> releasing -> lost, or active again
 //	                   -> lost
-//	            finishing ----------> lost
 //
 // lost is final, and is set before the context is cancelled: a holder that was told to stop half-way must never remove the
 // record with its Done, or the job would be neither done nor handed back.
@@ -34,7 +35,8 @@ const (
 	leaseTracking  leaseState = iota // Track is under way; nobody holds the lease yet
 	leaseActive                      // the holder runs the job
 	leaseFinishing                   // Done was called; Redis has not answered
-	leaseGiving                      // it is being handed back by its own worker
+	leaseGiving                      // it is being handed back by its own worker; the holder was told
+	leaseReleasing                   // the holder is handing it back
 	leaseFinished                    // removed from Redis; Done is nil
 	leaseLost                        // somebody else's; Done is ErrLost
 )
@@ -48,7 +50,10 @@ type Lease struct {
 	job    Job
 	id     string
 	record []byte // as Redis has it, to track it again
+	stored bool   // the payload lies in the PayloadStore
 	parent context.Context
+
+	saving sync.Mutex // held by Checkpoint: one at a time, in order
 
 	mu     sync.Mutex // guards what follows; may be taken inside incarnation.mu, never the other way round
 	state  leaseState
@@ -61,6 +66,11 @@ type Lease struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	err    error // what Done answers, once finished or lost
+
+	released   chan struct{} // closed when releasing has ended
+	timeout    *time.Timer
+	checkpoint []byte // the last one, as Redis has it
+	saved      uint64 // number of checkpoints
 }
 
 // Job returns the job as it was tracked. Do not change its payload.
@@ -107,7 +117,7 @@ func (l *Lease) Confirm(ctx context.Context) error {
 	home, member, state := l.home, l.member, l.state
 	l.mu.Unlock()
 	switch state {
-	case leaseLost, leaseGiving:
+	case leaseLost, leaseGiving, leaseReleasing:
 		return ErrLost
 	case leaseFinished, leaseFinishing:
 		return fmt.Errorf("confirm job %q: already done", l.job.ID)
@@ -160,14 +170,22 @@ func (l *Lease) Done() error {
 	return fin.err
 }
 
-// lockSettled locks l.mu when no write that tracks the lease again is under way for the first time. Removing the lease before that
+// lockSettled locks l.mu when no Release is under way, and no write that tracks the lease again is under way for the first time. Removing the lease before that
 // write would let it bring the lease back. A write of unknown outcome is not waited for: l.lane says who owes it.
 func (l *Lease) lockSettled() {
 	l.mu.Lock()
-	for l.state == leaseActive && l.again != nil && l.lane == nil {
-		again := l.again
+	for {
+		var wait <-chan struct{}
+		switch {
+		case l.state == leaseReleasing:
+			wait = l.released
+		case l.state == leaseActive && l.again != nil && l.lane == nil:
+			wait = l.again.settled
+		default:
+			return
+		}
 		l.mu.Unlock()
-		<-again.settled
+		<-wait
 		l.mu.Lock()
 	}
 }
@@ -185,6 +203,9 @@ func (l *Lease) finish(err error) {
 	if l.end(err, leaseFinishing) {
 		if err == nil {
 			l.r.counts.done.Add(1)
+			if l.stored {
+				l.r.group.spawn(func() { l.r.deletePayload(l.r.hard, l.id) })
+			}
 		} else {
 			l.r.noteLost(l)
 		}
@@ -211,6 +232,7 @@ func (l *Lease) give() bool {
 	}
 	l.state, l.err = leaseGiving, ErrLost
 	cancel := l.cancel
+	l.disarm()
 	l.mu.Unlock()
 	if cancel != nil {
 		cancel(ErrLost)
@@ -245,6 +267,7 @@ func (l *Lease) end(err error, from ...leaseState) bool {
 		l.state = leaseLost
 	}
 	home, member, cancel := l.home, l.member, l.cancel
+	l.disarm()
 	l.mu.Unlock()
 	if cancel != nil {
 		cancel(err)
@@ -259,4 +282,24 @@ func (l *Lease) isActive() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.state == leaseActive && l.again == nil
+}
+
+// extraFields are what lies beside the record and must go with it.
+func (l *Lease) extraFields() []any {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.saved == 0 {
+		return nil
+	}
+	return []any{l.member + checkpointField, l.member + numberField}
+}
+
+// checkpointFields are the fields, with their values, to track a checkpoint again.
+func (l *Lease) checkpointFields() []any {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.checkpoint == nil {
+		return nil
+	}
+	return []any{l.member + checkpointField, l.checkpoint, l.member + numberField, l.saved}
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"time"
 )
 
@@ -13,30 +12,40 @@ import (
 // not guess, and must not delete.
 //
 //	byte     recordVersion
-//	byte     flags: flagSealed
+//	byte     flags: flagSealed, flagStored
 //	string   job ID       (strings and byte strings: uvarint length, then the bytes)
 //	string   queue
 //	varint   timeout, ms; -1 none; 0 as configured
 //	varint   max recoveries; -1 none; 0 as configured
-//	bytes    body, sealed if there is a Codec: uvarint number of headers, their strings, then the payload to the end
+//	bytes    body, sealed if there is a Codec: uvarint number of headers, their strings; uvarint 0, or the length of a checkpoint + 1 and
+//	         the checkpoint; then the payload to the end, or nothing if it lies in the PayloadStore under the lease's ID
 //
 // ID and queue stay readable in a sealed record, so that a record which can't be opened can still be named to a person.
 const (
 	recordVersion = 1
 	flagSealed    = 1 << 0
+	flagStored    = 1 << 1
 )
 
 var errTruncated = errors.New("record is cut short")
 
 // encodeRecord writes job as it is kept in Redis. lease is bound to the sealed body, so that records can't be swapped.
-func encodeRecord(job *Job, lease string, codec Codec) ([]byte, error) {
-	size := 2 + len(job.ID) + len(job.Queue) + len(job.Payload) + 4*binary.MaxVarintLen32
+func encodeRecord(job *Job, lease string, codec Codec, stored bool) ([]byte, error) {
+	if stored {
+		short := *job
+		short.Payload = nil
+		job = &short
+	}
+	size := 2 + len(job.ID) + len(job.Queue) + len(job.Payload) + len(job.Checkpoint) + 5*binary.MaxVarintLen32
 	for k, v := range job.Headers {
 		size += len(k) + len(v) + 2*binary.MaxVarintLen32
 	}
 	var flags byte
 	if codec != nil {
 		flags |= flagSealed
+	}
+	if stored {
+		flags |= flagStored
 	}
 	b := make([]byte, 0, size)
 	b = append(b, recordVersion, flags)
@@ -59,6 +68,11 @@ func appendBody(b []byte, job *Job) []byte {
 	for k, v := range job.Headers {
 		b = appendString(appendString(b, k), v)
 	}
+	if job.Checkpoint == nil {
+		b = append(b, 0)
+	} else {
+		b = append(binary.AppendUvarint(b, uint64(len(job.Checkpoint))+1), job.Checkpoint...)
+	}
 	return append(b, job.Payload...)
 }
 
@@ -71,7 +85,7 @@ func decodeRecord(raw []byte, lease string, codec Codec) (job Job, err error) {
 		return job, fmt.Errorf("record has version %d, this program knows %d", raw[0], recordVersion)
 	}
 	flags := raw[1]
-	if flags&^flagSealed != 0 {
+	if flags&^(flagSealed|flagStored) != 0 {
 		return job, fmt.Errorf("record has unknown flags %#x", flags)
 	}
 	d := decoder{rest: raw[2:]}
@@ -91,16 +105,16 @@ func decodeRecord(raw []byte, lease string, codec Codec) (job Job, err error) {
 		if codec == nil {
 			return job, errors.New("record is sealed and there is no Codec")
 		}
-		if body, err = openBody(body, lease, codec); err != nil {
+		if body, err = openSealed(body, []byte(lease), codec); err != nil {
 			return job, err
 		}
 	}
 	return job, decodeBody(body, &job)
 }
 
-// openBody guards against a Codec that panics on bytes it never wrote.
-func openBody(body []byte, lease string, codec Codec) (plain []byte, err error) {
-	perr := guard(func() { plain, err = codec.Open(body, []byte(lease)) })
+// openSealed guards against a Codec that panics on bytes it never wrote.
+func openSealed(sealed, context []byte, codec Codec) (plain []byte, err error) {
+	perr := guard(func() { plain, err = codec.Open(sealed, context) })
 	if err = errors.Join(err, perr); err != nil {
 		return nil, fmt.Errorf("open: %w", err)
 	}
@@ -120,11 +134,23 @@ func decodeBody(body []byte, job *Job) error {
 		k := d.string()
 		job.Headers[k] = d.string()
 	}
+	if n := d.uvarint(); n > 0 {
+		if d.err != nil || n-1 > uint64(len(d.rest)) {
+			return errTruncated
+		}
+		job.Checkpoint = append([]byte{}, d.rest[:n-1]...)
+		d.rest = d.rest[n-1:]
+	}
 	if d.err != nil {
 		return d.err
 	}
-	job.Payload = slices.Clone(d.rest)
+	job.Payload = append([]byte{}, d.rest...)
 	return nil
+}
+
+// isStored reports whether the payload lies in the PayloadStore.
+func isStored(raw []byte) bool {
+	return len(raw) >= 2 && raw[0] == recordVersion && raw[1]&flagStored != 0
 }
 
 func timeoutToMS(d time.Duration) int64 {
@@ -201,6 +227,8 @@ func (j *Job) validate(cfg *Config) error {
 		return fmt.Errorf("%w: Timeout of job %q is %v, from %v to %v, or 0 as configured, or NoTimeout", ErrInvalidJob, j.ID, j.Timeout, minInterval, maxInterval)
 	case j.MaxRecoveries < NoLimit, j.MaxRecoveries > math.MaxInt32:
 		return fmt.Errorf("%w: MaxRecoveries of job %q is %d, from 0 to %d, or NoLimit", ErrInvalidJob, j.ID, j.MaxRecoveries, math.MaxInt32)
+	case len(j.Checkpoint) > cfg.MaxPayload:
+		return fmt.Errorf("%w: checkpoint of job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Checkpoint), cfg.MaxPayload)
 	case len(j.Payload) > cfg.MaxPayload:
 		return fmt.Errorf("%w: job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Payload), cfg.MaxPayload)
 	}

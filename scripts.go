@@ -28,6 +28,10 @@ var (
 	unlockScript   = loadScript("unlock")
 	buryScript     = loadScript("bury")
 	countScript    = loadScript("count")
+	untakeScript   = loadScript("untake")
+	exhumeScript   = loadScript("exhume")
+
+	checkpointScript = loadScript("checkpoint")
 )
 
 func loadScript(stem string) *redis.Script { return redis.NewScript(luaSource(stem)) }

@@ -47,6 +47,9 @@ func (r *Recoverer) track(ctx context.Context, jobs []Job) ([]*Lease, error) {
 		return nil, fmt.Errorf("track %d jobs: %w", len(jobs), err)
 	}
 	r.counts.tracked.Add(uint64(len(leases)))
+	for _, l := range leases {
+		l.arm()
+	}
 	return leases, nil
 }
 
@@ -84,16 +87,9 @@ func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) (
 	if inc.overloaded() {
 		return nil, errors.New("Redis has not answered for too long: too many writes have an unknown outcome")
 	}
-	leases := make([]*Lease, len(jobs))
-	for i, job := range jobs {
-		leases[i] = &Lease{r: r, job: job, parent: ctx}
-		inc.admit(leases[i])
-		record, err := encodeRecord(&leases[i].job, leases[i].id, r.cfg.Codec)
-		if err != nil {
-			inc.drop(members(leases[:i+1])...)
-			return nil, fmt.Errorf("job %q: %w", job.ID, err)
-		}
-		leases[i].record = record
+	leases, err := r.prepare(ctx, inc, jobs)
+	if err != nil {
+		return nil, err
 	}
 	o := newOp(opTrack, leases...)
 	inc.submit(o)
@@ -105,10 +101,43 @@ func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) (
 		}
 		<-o.settled
 	}
+	var over *notLiveError
+	if errors.As(o.err, &over) {
+		r.discard(leases) // certainly not recorded. In any other case a record may need its payload
+	}
 	if o.err != nil {
 		return nil, o.err
 	}
 	return leases, nil
+}
+
+// prepare makes the leases of jobs, each with its name and its record, and stores their large payloads.
+func (r *Recoverer) prepare(ctx context.Context, inc *incarnation, jobs []Job) ([]*Lease, error) {
+	leases := make([]*Lease, 0, len(jobs))
+	for _, job := range jobs {
+		l := &Lease{r: r, job: job, parent: ctx, stored: r.stores(&job)}
+		inc.admit(l)
+		leases = append(leases, l)
+		var err error
+		if l.record, err = encodeRecord(&l.job, l.id, r.cfg.Codec, l.stored); err == nil && l.stored {
+			err = r.putPayload(ctx, &l.job, l.id)
+		}
+		if err != nil {
+			inc.drop(members(leases)...)
+			r.discard(leases)
+			return nil, fmt.Errorf("job %q: %w", job.ID, err)
+		}
+	}
+	return leases, nil
+}
+
+// discard removes the stored payloads of leases that never were.
+func (r *Recoverer) discard(leases []*Lease) {
+	for _, l := range leases {
+		if l.stored {
+			r.deletePayload(r.hard, l.id)
+		}
+	}
 }
 
 // begin enters n leases, if there is room. It is what Stop waits for, so it comes before anything else.

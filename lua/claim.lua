@@ -22,7 +22,7 @@
 --   now     ms
 --   news    1 if this call made the suspicion, or the fence
 --   damaged number of keys that had the wrong type and were put aside
---   lease   four values each: member, what its claim field says ("start attempts reason"), record or false, checkpoint or false
+--   lease   four values each: member, what its claim field says ("start attempts reason flags error"), record or false, checkpoint or false
 -- Atomic: a beat that arrives before this script saves the worker, one that arrives after it finds a fence; there is no between.
 -- Twice: the session keeps the name of the last call that took leases, and when their claims end. A copy of it answers those again,
 -- so that a lost reply costs a round trip and not a claim's time.
@@ -89,7 +89,7 @@ local function take(id, start)
   local fields = redis.call("HMGET", jobs, id, id .. ".cp", id .. ".claim")
   local record, checkpoint, meta = fields[1], fields[2], fields[3]
   if not meta then
-    meta = start .. " 0 crashed"
+    meta = start .. " 0 crashed -"
     redis.call("HSET", jobs, id .. ".claim", meta)
   end
   redis.call("ZADD", claims, until_ms, id)
@@ -125,7 +125,7 @@ if not own then
     -- At random: fields of claims that are not due must not hide the others for ever.
     for _, field in ipairs(redis.call("HRANDFIELD", jobs, most)) do
       if full() then break end
-      local member = string.match(field, "^(.*)%.claim$") or string.match(field, "^(.*)%.cp$")
+      local member = string.match(field, "^(.*)%.claim$") or string.match(field, "^(.*)%.cpn?$")
       if member then
         if redis.call("HEXISTS", jobs, member) == 0 and not redis.call("ZSCORE", claims, member) then
           redis.call("HDEL", jobs, field)

@@ -54,7 +54,7 @@ if tracks > 0 then
     for i = 1, tracks do
       local id = ARGV[pos]
       if not redis.call("ZSCORE", inflight, id) and not redis.call("ZSCORE", claims, id) then
-        redis.call("HDEL", jobs, id)
+        redis.call("HDEL", jobs, id, id .. ".cp", id .. ".cpn")
       end
       pos = pos + width
     end
@@ -82,7 +82,7 @@ if dones > 0 then
       if redis.call("ZSCORE", claims, id) or redis.call("SISMEMBER", handed, id) == 1 then
         answer[#answer + 1] = i - first + 1
       else
-        redis.call("HDEL", jobs, id, id .. ".cp")
+        redis.call("HDEL", jobs, id, id .. ".cp", id .. ".cpn")
       end
     end
   end

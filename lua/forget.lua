@@ -18,6 +18,7 @@ for from = 2, #ARGV, chunk do
   for _, id in ipairs(ids) do
     fields[#fields + 1] = id
     fields[#fields + 1] = id .. ".cp"
+    fields[#fields + 1] = id .. ".cpn"
     fields[#fields + 1] = id .. ".claim"
   end
   found = found + redis.call("ZREM", claims, unpack(ids))

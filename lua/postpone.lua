@@ -1,7 +1,7 @@
 -- postpone: sets when claimed leases are due again, and how often handing them back was tried.
 -- KEYS[1] jobs   HASH
 -- KEYS[2] claims ZSET
--- ARGV[1...] three values a lease: member, delay ms, what its claim field shall say ("start attempts reason")
+-- ARGV[1...] three values a lease: member, delay ms, what its claim field shall say ("start attempts reason flags error")
 -- Returns the number of leases that were still claimed.
 -- Atomic: the attempts must not be written for a lease that was forgotten in between.
 -- Twice: sets the same again, a moment later.

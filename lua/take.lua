@@ -22,10 +22,10 @@ for i = 3, #ARGV do
     start = string.format("%.0f", tonumber(start))
     redis.call("ZREM", inflight, id)
     redis.call("ZADD", claims, until_ms, id)
-    redis.call("HSET", jobs, id .. ".claim", start .. " 0 " .. reason)
+    redis.call("HSET", jobs, id .. ".claim", start .. " 0 " .. reason .. " -")
   else
     local meta = redis.call("HGET", jobs, id .. ".claim")
-    local at, why = string.match(meta or "", "^(%d+) 0 (.*)$")
+    local at, why = string.match(meta or "", "^(%d+) 0 (%S+)")
     start = why == reason and at
   end
   answer[#answer + 1] = start or false

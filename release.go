@@ -1,0 +1,175 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Checkpoint keeps data as how far this run got: if the job has to be recovered, the Orphan carries the last one. nil removes it. It returns
+// ErrLost if the job is somebody else's, and then nothing was changed; ErrPayloadTooLarge beyond Config.MaxPayload; and another error if Redis
+// did not answer: then this checkpoint or the one before it is kept. It blocks for a round trip, at most until ctx ends. Calls
+// for one lease are made one after the other.
+//
+// The next run of the job begins with no checkpoint of its own: put the Orphan's into Job.Checkpoint, and it is handed on until that run
+// replaces it.
+func (l *Lease) Checkpoint(ctx context.Context, data []byte) error {
+	if most := l.r.cfg.MaxPayload; len(data) > most {
+		return fmt.Errorf("%w: checkpoint of job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, l.job.ID, len(data), most)
+	}
+	raw, err := l.seal(data)
+	if err != nil {
+		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, err)
+	}
+	l.saving.Lock()
+	defer l.saving.Unlock()
+	l.lockSettled()
+	state, home, member, number := l.state, l.home, l.member, l.saved+1
+	if state == leaseActive {
+		// Before the write: should Redis lose the lease, this is what it is tracked again with.
+		l.checkpoint, l.saved = raw, number
+	}
+	l.mu.Unlock()
+	switch state {
+	case leaseActive:
+	case leaseFinished, leaseFinishing:
+		return fmt.Errorf("checkpoint of job %q: already done", l.job.ID)
+	default:
+		return ErrLost
+	}
+	kept, err := l.r.save(ctx, home, member, number, raw)
+	switch {
+	case err != nil:
+		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, err)
+	case kept == 0:
+		return ErrLost
+	case kept < 0:
+		l.r.heart.kick()
+		return fmt.Errorf("checkpoint of job %q: not in Redis; it will be tracked again, with this checkpoint", l.job.ID)
+	}
+	return nil
+}
+
+func (l *Lease) seal(data []byte) ([]byte, error) {
+	if data == nil || l.r.cfg.Codec == nil {
+		return slices.Clone(data), nil
+	}
+	return l.r.cfg.Codec.Seal(data, checkpointContext(l.id))
+}
+
+// save runs checkpoint.lua.
+func (r *Recoverer) save(ctx context.Context, home *incarnation, member string, number uint64, raw []byte) (int, error) {
+	k := home.keys
+	remove := 1 - flagOf(raw)
+	return bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int, error) {
+		keys := []string{k.session, k.inflight, k.jobs, k.claims, k.handed}
+		cmd, err := r.runReplicated(ctx, checkpointScript, keys, member, number, raw, remove)
+		if err != nil {
+			return 0, err
+		}
+		return cmd.Int()
+	})
+}
+
+// Release gives the job back at once, through the Enqueuer, with Reason Released; it does not count as a crash. nil: the job is the Enqueuer's,
+// and the lease is lost. If the Enqueuer refuses, its error is returned and the lease is as before: go on with the job, or try again. ErrLost:
+// the job was, or is going to be, handed back by somebody else. It blocks for some round trips and the Enqueuer.
+func (l *Lease) Release() error {
+	l.lockSettled()
+	if l.state != leaseActive {
+		defer l.mu.Unlock()
+		if l.state == leaseFinished || l.state == leaseFinishing {
+			return fmt.Errorf("release job %q: already done", l.job.ID)
+		}
+		return ErrLost
+	}
+	l.state, l.released = leaseReleasing, make(chan struct{})
+	l.mu.Unlock()
+	back, err := l.r.release(l)
+	l.mu.Lock()
+	l.state = leaseActive
+	released := l.released
+	l.mu.Unlock()
+	if !back {
+		l.lose()
+	}
+	close(released)
+	if err != nil {
+		return fmt.Errorf("release job %q: %w", l.job.ID, err)
+	}
+	return nil
+}
+
+// release does Release's work. back says that the lease is the holder's again.
+func (r *Recoverer) release(l *Lease) (back bool, err error) {
+	l.home.count(func(t *tally) { t.doneSent++ })
+	g := giveUp{l, Released}
+	start, err := r.takeOut(r.hard, g)
+	if err != nil {
+		// Unknown: perhaps in the claims. It is handed back in any case, so it must not be run on.
+		r.keepGiveUp(g)
+		return false, errors.Join(err, ErrLost)
+	}
+	if start == 0 {
+		l.home.count(func(t *tally) { t.doneAcked++ })
+		return false, ErrLost
+	}
+	c := r.ownClaim(g, start)
+	o := r.decode(c, &c.leases[0])
+	r.countCrashes(r.hard, c.now, []*orphan{o})
+	if o.fate == fateEnqueue && o.grave == "" {
+		r.offer(o)
+	}
+	if o.fate == fateForget {
+		l.home.count(func(t *tally) { t.doneAcked++ })
+		if err := r.conclude(r.hard, c, []*orphan{o}, &handed{}); err != nil {
+			r.owes.Store(true) // the Enqueuer has it, but its record is still there
+		}
+		return false, nil
+	}
+	back, err = r.untake(l, start)
+	if err != nil || !back {
+		l.home.count(func(t *tally) { t.doneAcked++ })
+		r.owes.Store(true) // it waits in the claims
+		return false, errors.Join(o.err, err, ErrLost)
+	}
+	l.home.count(func(t *tally) { t.doneSent-- })
+	return true, o.err
+}
+
+// untake moves a lease back from the claims.
+func (r *Recoverer) untake(l *Lease, start int64) (bool, error) {
+	k := l.home.keys
+	n, err := bounded(r.hard, r.group, r.tm.call, func(ctx context.Context) (int, error) {
+		return untakeScript.Run(ctx, r.rdb, []string{k.session, k.inflight, k.jobs, k.claims}, l.member, start).Int()
+	})
+	return n == 1, err
+}
+
+// arm starts the job's timeout. A hung goroutine must not hold a job for ever.
+func (l *Lease) arm() {
+	d := l.job.Timeout
+	if d == 0 {
+		d = l.r.cfg.JobTimeout
+	}
+	if d <= 0 {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.state == leaseActive {
+		l.timeout = time.AfterFunc(d, func() {
+			l.r.log.Warn("recovery: job timed out", "worker", l.r.WorkerID(), "job", l.job.ID, "lease", l.id, "queue", l.job.Queue, "timeout", d)
+			l.r.group.spawn(func() { l.r.surrender(l, TimedOut) })
+		})
+	}
+}
+
+// disarm stops the timeout. l.mu is held.
+func (l *Lease) disarm() {
+	if l.timeout != nil {
+		l.timeout.Stop()
+	}
+}
