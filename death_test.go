@@ -181,7 +181,7 @@ func TestSweeper_dies(t *testing.T) {
 		"AfterForget":      {"after forget", false},
 		"BeforeRetire":     {"before srem", false},
 		"BeforeClaim":      {"before claim", false},
-		"AfterCount":       {"after scard", false},
+		"AfterCount":       {"after zcount", false},
 		"AfterLock":        {"after lock", false},
 		"BetweenLockAndIt": {"before sscan", false},
 	} {

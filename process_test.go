@@ -31,7 +31,8 @@ type orders struct {
 	Kill             string   // where it kills itself: "before X" or "after X", X a script, command, or "enqueue"
 	Panic            bool     // run the first job in Do, and panic in it
 	Stop             bool     // when told "stop": Stop at once, with jobs running
-	Ledger           string   // file to which the Enqueuer appends a line a call, fsynced
+	Backoff          time.Duration
+	Ledger           string // file to which the Enqueuer appends a line a call, fsynced
 }
 
 const ordersEnv = "RECOVERY_TEST_ORDERS"
@@ -210,6 +211,9 @@ func childWorker() {
 	enq := ledgerEnqueuer(o.Ledger)
 	cfg := fast()
 	cfg.Namespace, cfg.WorkerName = o.NS, o.Name
+	if o.Backoff > 0 {
+		cfg.Backoff = func(int) time.Duration { return o.Backoff }
+	}
 	r, err := New(rdb, EnqueuerFunc(func(ctx context.Context, or Orphan) error {
 		if k.before == "enqueue" {
 			dieHere()

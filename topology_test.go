@@ -85,8 +85,8 @@ func newOn(t *testing.T, rdb redis.UniversalClient, enq Enqueuer, cfg Config) *R
 	require.NoError(t, err)
 	require.NoError(t, r.Start(bg))
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(bg, 5*time.Second)
-		defer cancel()
+		ctx, cancel := context.WithCancel(bg)
+		cancel()
 		_ = r.Stop(ctx)
 	})
 	return r
@@ -179,7 +179,7 @@ func TestTopology_waitReplicas(t *testing.T) {
 // minimalACL is what docs/redis-keys.md tells people to grant.
 var minimalACL = []string{"~recovery:1:*", "+eval", "+evalsha", "+multi", "+exec", "+time", "+type", "+rename", "+del", "+exists",
 	"+get", "+set", "+setrange", "+pttl", "+pexpire", "+hset", "+hget", "+hmget", "+hdel", "+hlen", "+hexists", "+hrandfield",
-	"+zadd", "+zrem", "+zcard", "+zscore", "+zrange", "+zrangebyscore", "+zscan", "+sadd", "+srem", "+scard", "+sismember", "+smembers", "+sscan"}
+	"+zadd", "+zrem", "+zcard", "+zscore", "+zrange", "+zrangebyscore", "+zcount", "+zscan", "+sadd", "+srem", "+sismember", "+smembers", "+sscan"}
 
 func TestTopology_minimalACL(t *testing.T) {
 	t.Parallel()

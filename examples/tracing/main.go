@@ -92,10 +92,8 @@ func run(ctx context.Context, r *recovery.Recoverer, m message, f func(context.C
 	}
 	ctx, take := tracer.Start(ctx, "take "+m.Job.ID, options...)
 	defer take.End()
-	headers := maps.Clone(m.Job.Headers)
-	if headers == nil {
-		headers = map[string]string{}
-	}
+	headers := map[string]string{}
+	maps.Copy(headers, m.Job.Headers)
 	propagator.Inject(ctx, propagation.MapCarrier(headers)) // before Track: what Redis has is all that a peer will find
 	m.Job.Headers = headers
 	return r.Do(ctx, m.Job, func(ctx context.Context) error {
