@@ -46,10 +46,13 @@ func (r *Recoverer) loadPayload(o *orphan) bool {
 		o.Payload = payload
 		return true
 	}
-	if errors.Is(err, fs.ErrNotExist) {
-		// It will not come back: handing the job on without it, or trying for ever, would be worse.
+	switch {
+	// It will not come back: handing the job on without it, or trying for ever, would be worse.
+	case errors.Is(err, fs.ErrNotExist):
 		o.fate, o.grave, o.err = fateBury, "payload missing", err
-	} else {
+	case isPermanent(err):
+		o.fate, o.grave, o.err = fateBury, "payload unreadable", err
+	default:
 		o.fail(err, r.cfg.SweepInterval)
 	}
 	return false
@@ -66,7 +69,10 @@ func getPayload(ctx context.Context, store PayloadStore, codec Codec, lease stri
 	if codec == nil {
 		return payload, nil
 	}
-	return openSealed(payload, payloadContext(lease), codec)
+	if payload, err = openSealed(payload, payloadContext(lease), codec); err != nil {
+		return nil, Permanent(err)
+	}
+	return payload, nil
 }
 
 // dropPayloads removes the payloads of orphans that the Enqueuer took.
