@@ -218,8 +218,11 @@ func (c *committer) send(l *lane, b *batch) {
 	answer, err := c.write(ctx, c.inc, records, args)
 	if err == nil {
 		state, fresh, start := int(answer.int()), answer.int() == 1, answer.int()
-		lost := make(map[int]bool)
+		var lost map[int]bool
 		for answer.more() {
+			if lost == nil {
+				lost = make(map[int]bool)
+			}
 			lost[int(answer.int())] = true
 		}
 		if err = answer.err; err == nil {

@@ -77,6 +77,25 @@ func (k keyspace) worker(id string) workerKeys {
 	}
 }
 
+// parseWorker reads what worker spells: the incarnation, and the name of its key.
+func (k keyspace) parseWorker(key string) (id, name string, ok bool) {
+	rest, ok := strings.CutPrefix(key, k.prefix+"{")
+	if !ok {
+		return "", "", false
+	}
+	if k.tag != "" {
+		if rest, ok = strings.CutPrefix(rest, k.tag+"}:"); !ok {
+			return "", "", false
+		}
+		i := strings.LastIndex(rest, ":") // ids may contain colons, names of keys do not
+		if i < 0 {
+			return "", "", false
+		}
+		return rest[:i], rest[i+1:], true
+	}
+	return strings.Cut(rest, "}:")
+}
+
 // A lease is named twice. Inside of its worker's keys it is a short member ("17"), to save memory; to the world it is
 // worker/member ("web-1:42-k3f9…/17"). A lease that was tracked again by a later incarnation keeps its name, so there
 // the member is the whole name.

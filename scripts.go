@@ -5,6 +5,7 @@ import (
 	"embed"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 
 	"github.com/redis/go-redis/v9"
@@ -117,8 +118,7 @@ func (r *replies) int() int64 {
 	case int64:
 		return v
 	case string:
-		var n int64
-		if _, err := fmt.Sscan(v, &n); err == nil {
+		if n, err := strconv.ParseInt(v, 10, 64); err == nil {
 			return n
 		}
 	}
