@@ -2,6 +2,9 @@
 
 STATICCHECK = go tool -modfile=internal/tools/go.mod staticcheck
 
+# A module of its own: ./... does not reach it.
+TRACING = examples/tracing
+
 .PHONY: help test lint quickstart
 
 help: ## list the targets
@@ -11,11 +14,13 @@ test: ## vet, and run all tests with the race detector; installs redis-server an
 	./internal/tools/need.sh redis-server gcc
 	go vet ./...
 	go test -race -shuffle=on ./...
+	cd $(TRACING) && go vet ./... && go test -race ./...
 
 # ST1005 wants error texts in lower case. Ours may begin with a name: Redis, Enqueuer.
 lint: ## gofmt, vet, staticcheck
 	@unformatted=$$(gofmt -l .) && if [ -n "$$unformatted" ]; then echo "gofmt -w these files:" $$unformatted; exit 1; fi
 	go vet ./...
+	cd $(TRACING) && go vet ./...
 	$(STATICCHECK) -checks inherit,-ST1005 ./...
 
 quickstart: ## kill a worker, and see its jobs recovered; needs no Redis

@@ -55,7 +55,7 @@ func (h *heartbeater) auditOnce(ctx context.Context, inc *incarnation) error {
 			missing = append(missing, l)
 		}
 	}
-	if info.Tracked, err = h.trackAgain(inc, missing); err != nil {
+	if info.Tracked, err = h.trackAgain(ctx, inc, missing); err != nil {
 		return fmt.Errorf("audit of worker %q: track again: %w", inc.id, err)
 	}
 	if info.Removed, err = h.removeStrays(ctx, inc); err != nil {
@@ -81,6 +81,7 @@ func (h *heartbeater) places(ctx context.Context, inc *incarnation, leases []*Le
 			return nil, err
 		}
 		all = append(all, places...)
+		h.beatMeanwhile(ctx, inc)
 	}
 	return all, nil
 }
@@ -105,7 +106,7 @@ func (r *Recoverer) where(ctx context.Context, inc *incarnation, members []strin
 }
 
 // trackAgain writes leases that Redis lost. Done comes after it, lease by lease, so that it can't bring back what is finished.
-func (h *heartbeater) trackAgain(inc *incarnation, leases []*Lease) (int, error) {
+func (h *heartbeater) trackAgain(ctx context.Context, inc *incarnation, leases []*Lease) (int, error) {
 	tracked := 0
 	for page := range slices.Chunk(leases, batchOps/2) {
 		o := newOp(opRetrack)
@@ -131,8 +132,20 @@ func (h *heartbeater) trackAgain(inc *incarnation, leases []*Lease) (int, error)
 			return tracked, o.err
 		}
 		tracked += len(o.leases)
+		h.beatMeanwhile(ctx, inc)
 	}
 	return tracked, nil
+}
+
+// beatMeanwhile sends a bare beat if one is due: an audit of many leases must not cost the worker its life.
+func (h *heartbeater) beatMeanwhile(ctx context.Context, inc *incarnation) {
+	began := time.Now()
+	if began.Before(h.trustedUntil().Add(h.r.cfg.HeartbeatInterval - h.r.tm.trust)) {
+		return
+	}
+	if answer, err := h.send(ctx, inc); err == nil && answer[0] == sessionLive {
+		h.trust(began)
+	}
 }
 
 // hold marks a running lease as being tracked again by o.
@@ -156,15 +169,13 @@ func (h *heartbeater) removeStrays(ctx context.Context, inc *incarnation) (int, 
 		if err != nil {
 			return removed, err
 		}
-		var ops []*op
 		for i := 0; i < len(page); i += 2 { // member, score, member, score, ...
 			if !inc.knows(page[i]) {
-				o := newRemoval(page[i], debtStray)
-				inc.submit(o)
-				ops = append(ops, o)
+				inc.submit(newRemoval(page[i], debtStray))
+				removed++
 			}
 		}
-		removed += len(ops)
+		h.beatMeanwhile(ctx, inc)
 		if cursor = next; cursor == 0 {
 			return removed, nil
 		}

@@ -1,7 +1,6 @@
 package recovery
 
 import (
-	"slices"
 	"sync/atomic"
 )
 
@@ -118,7 +117,7 @@ func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
 	}
 	var track, done, extra []any
 	var sent, doneSent int64
-	dones, scored := 0, 0
+	tracks, dones, scored := 0, 0, 0
 	if b.scored {
 		scored = 1
 	}
@@ -126,6 +125,10 @@ func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
 		switch o.kind {
 		case opTrack, opRetrack:
 			for _, lease := range o.leases {
+				if o.kind == opRetrack && !lease.wants(o) {
+					continue // lost, or with a later incarnation
+				}
+				tracks++
 				track = append(track, lease.member)
 				if b.scored {
 					track = append(track, lease.start)
@@ -153,13 +156,28 @@ func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
 	}
 	inc.count(func(t *tally) { t.sent += sent; t.doneSent += doneSent })
 	args = make([]any, 0, 5+len(track)+len(done)+len(extra))
-	args = append(args, l.field, number, b.tracks, scored, dones)
+	args = append(args, l.field, number, tracks, scored, dones)
 	return records, append(append(append(args, track...), done...), extra...)
 }
 
-// without returns the batch's ops of other kinds, as a batch without a number.
-func (b *batch) without(kinds ...opKind) *batch {
-	return &batch{ops: slices.DeleteFunc(slices.Clone(b.ops), func(o *op) bool { return slices.Contains(kinds, o.kind) })}
+// split parts the batch's Done from the rest, except of leases that are to be tracked again first.
+func (b *batch) split() (rest, dones *batch) {
+	rest, dones = &batch{numbered: b.numbered}, &batch{}
+	for _, o := range b.ops {
+		if o.kind == opDone && !o.leases[0].isOwedTrack() {
+			dones.ops = append(dones.ops, o)
+		} else {
+			rest.ops = append(rest.ops, o)
+		}
+	}
+	return rest, dones
+}
+
+// isOwedTrack reports whether a write that tracks the lease again is not yet answered.
+func (l *Lease) isOwedTrack() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.again != nil
 }
 
 // paid counts a removal that Redis has confirmed.

@@ -57,7 +57,7 @@ func (r *Recoverer) history(ctx context.Context, o *orphan) []crash {
 	if o.ID == "" {
 		return nil
 	}
-	entries, err := r.rdb.ZRangeWithScores(ctx, r.keys.crashes(o.ID), 0, 99).Result()
+	entries, err := r.rdb.ZRangeWithScores(ctx, r.keys.crashes(o.ID), -100, -1).Result()
 	if err != nil {
 		return nil
 	}

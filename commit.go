@@ -231,10 +231,8 @@ func (c *committer) send(l *lane, b *batch) {
 			return
 		}
 	}
-	if dones := b.without(opTrack, opRetrack, opRemove); isOOM(err) && b.numbered && len(dones.ops) > 0 {
+	if rest, dones := b.split(); isOOM(err) && b.numbered && len(dones.ops) > 0 {
 		// Done frees memory. It must not fail because a Track was in the same batch.
-		rest := b.without(opDone)
-		rest.numbered = true
 		c.unknown(l, rest, err)
 		c.send(l, dones)
 		return
@@ -279,7 +277,7 @@ func trackError(state int, fresh bool) error {
 	switch {
 	case state == sessionLive:
 		return nil
-	case state == sessionFenced && !fresh:
+	case !fresh:
 		return ErrLost
 	}
 	return &notLiveError{absent: state == sessionAbsent}
@@ -326,28 +324,30 @@ func (c *committer) owe(l *lane, leases []*Lease, why debt) {
 	l.retry = l.retry || why == debtKnown
 }
 
-// unknown keeps a batch that may or may not have been executed. Its callers are told; the lane owes them the rest.
+// unknown keeps a batch that may or may not have been executed. Its callers are told, and so are those who wait for what the lane owed
+// before: nobody waits for longer than one attempt takes. The lane owes them the rest.
 func (c *committer) unknown(l *lane, b *batch, err error) {
 	c.qmu.Lock()
-	l.dirty, l.retry = l.dirty || b.numbered, false
+	owed := l.unsettled
+	l.unsettled, l.retry = nil, false
+	l.dirty = l.dirty || b.numbered
 	c.qmu.Unlock()
-	for _, o := range b.ops {
+	for _, o := range append(slices.Clone(b.ops), owed...) {
 		switch o.kind {
 		case opTrack:
 			c.inc.drop(members(o.leases)...)
 			c.owe(l, o.leases, debtPhantom)
-			o.settle(err)
 		case opRetrack:
 			c.repeatRetrack(l, o)
-			o.settle(err)
 		case opDone:
 			c.repeatDone(l, o)
-			o.settle(err)
 		case opRemove:
 			c.qmu.Lock()
 			l.unsettled = append(l.unsettled, o)
 			c.qmu.Unlock()
+			continue
 		}
+		o.settle(err)
 	}
 }
 
@@ -355,26 +355,28 @@ func (c *committer) unknown(l *lane, b *batch, err error) {
 func (c *committer) repeatDone(l *lane, o *op) {
 	lease := o.leases[0]
 	again := newOp(opDone, lease)
-	again.counted = true
+	again.counted = o.counted
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
 	lease.mu.Lock()
 	lease.fin = again
 	lease.mu.Unlock()
-	c.qmu.Lock()
 	l.unsettled = append(l.unsettled, again)
-	c.qmu.Unlock()
 }
 
 // repeatRetrack keeps the leases held: were one removed by another lane now, a late copy of this write could bring it back.
 func (c *committer) repeatRetrack(l *lane, o *op) {
 	again := newOp(opRetrack, o.leases...)
+	c.qmu.Lock() // in one step: a Done that sees the lane must come behind it
+	defer c.qmu.Unlock()
 	for _, lease := range o.leases {
 		lease.mu.Lock()
-		lease.again, lease.lane = again, l
+		if lease.again == o {
+			lease.again, lease.lane = again, l
+		}
 		lease.mu.Unlock()
 	}
-	c.qmu.Lock()
 	l.unsettled = append(l.unsettled, again)
-	c.qmu.Unlock()
 }
 
 // submitAfter sends o by the lane that owes its lease a write of unknown outcome, and so after that write.

@@ -24,7 +24,7 @@ type DeadLetter struct {
 // Crash is one entry in the history of a job.
 type Crash struct {
 	Worker, Lease string
-	At            time.Time // when it was noticed, Redis' clock
+	At            time.Time // when it was noticed: Redis' clock, or for a timeout or a panic its worker's
 }
 
 // ErrNoLetter means that there is no dead letter with that Key.

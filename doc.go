@@ -20,7 +20,8 @@
 // the caller that puts the job back where jobs come from. A record is dropped only after the Enqueuer said yes.
 //
 // [Recoverer.Track] returns a [Lease], which is the proof that this process runs the job. A lease ends with [Lease.Done],
-// whether the job went well or badly: what failed is the caller's to retry. [Recoverer.Do] is Track, a call, and Done.
+// whether the job went well or badly: what failed is the caller's to retry. [Recoverer.Do] is Track, a call, and Done; it
+// does not show the lease.
 //
 // The gap between taking a job from its queue and Track is the caller's. Acknowledge a job to its source after Done, or
 // move it aside in one step until Track has returned.
@@ -51,22 +52,50 @@
 //   - If a job was handed back, its former holder is told: the context of its lease is cancelled with [ErrLost], and Done
 //     returns ErrLost, never nil. Once the context was cancelled with ErrLost, Done leaves the record to the peers.
 //   - A job that is handed back again because a sweeper died half-way has the same Orphan.Key.
-//   - A job that keeps killing its workers goes to the dead letters after Config.MaxRecoveries.
+//   - A job that keeps killing its workers goes to the dead letters, after Config.MaxRecoveries within
+//     Config.RecoveryWindow. A crash counts once, however often its hand-back is repeated.
+//   - A checkpoint that was confirmed comes back with the job, unless a later one took its place.
 //   - A heartbeat costs the same with one job in flight and with a hundred thousand, and the whole fleet makes one sweep
 //     per SweepInterval. Neither uses SCAN over the keyspace.
-//   - A record that can't be read, or a job that the Enqueuer refuses, does not keep other jobs from being recovered.
+//   - A record that can't be read, a job that the Enqueuer refuses, or a hand-back that takes long does not keep other jobs
+//     from being recovered. A sweep waits for hand-backs for SweepInterval at most; they go on behind it.
 //
 // # Non-guarantees
 //
 //   - Exactly-once execution. The Enqueuer is called at least once per orphan; a job may run while its former holder still
 //     does.
 //   - Anything about side effects outside of Redis. Lease.Fence and [Lease.Confirm] are there to build that with.
-//   - Survival of Redis. If Redis loses its data, live workers record their running jobs again within one heartbeat; the
-//     jobs of workers that died, or had given them up, before that are gone. A failover may lose the last writes, see
-//     Config.WaitReplicas.
+//   - Survival of Redis. If Redis loses its data, live workers record their running jobs again within one heartbeat, and
+//     hand back from memory what they had given up. The jobs of workers that were dead by then, jobs that a sweeper had
+//     claimed, and dead letters are gone. A failover may lose the last writes, see Config.WaitReplicas.
 //   - Recovery while no worker runs. The next one that starts does it, if that is within Config.InflightTTL.
 //   - Order, priorities, schedules, retries of jobs that failed, and results.
-//   - A Fence that grows when Redis' clock goes back, as after a failover to a machine whose clock is behind.
+//   - A [Lease.Fence] that grows in any case. It is the microsecond of Track by Redis' clock, strictly growing within one
+//     incarnation. From one worker to the next it is as good as the clock: one that goes back, or those of two Cluster
+//     nodes, can make a later run's number smaller.
+//   - Dead letters for ever: beyond Config.MaxDead the oldest are dropped, and announced by Events.Dropped.
+//   - The end of a func that ignores its context. A job that timed out, or was lost, may run twice for a while.
+//
+// # Rules for jobs
+//
+// [Lease.Checkpoint] notes how far a run got. The last one comes back in Orphan.Checkpoint, and in Orphan.Job: tracking that
+// Job again hands it on, until the new run makes one of its own. An Enqueuer that rebuilds jobs has to carry it along.
+//
+// Config.JobTimeout and Job.Timeout make the worker itself give up a job that runs for too long, with Reason [TimedOut];
+// [NoTimeout] exempts a job. A panic in Do does the same, with [Panicked]. Both count as crashes. [Lease.Release] gives a
+// job back on purpose, with [Released], which does not; if the Enqueuer refuses, the lease is as it was.
+//
+// Config.Backoff, such as [Exponential], puts a recovery off. Released jobs do not wait.
+//
+// Config.Codec seals headers, payloads and checkpoints: [AESGCM]. IDs, queues and error texts stay readable. A worker buries
+// what it can't open, so all of a fleet need the same keys. Config.PayloadStore keeps large payloads outside of Redis, see
+// [DirStore]; Config.MaxPayload limits those, too.
+//
+// # Dead letters
+//
+// A job goes there instead of to the Enqueuer after too many recoveries, after a [Permanent] error, and if its record,
+// checkpoint or payload can't be read. [Inspector.DeadLetters] finds them, with the last error and the history of crashes.
+// [Inspector.Requeue] gives one to an Enqueuer, forgets its crashes and removes it; [Inspector.Discard] only removes it.
 //
 // # Redis keys
 //
@@ -74,11 +103,12 @@
 //
 //	workers                    the registry: incarnations that may hold jobs
 //	gc                         the sweep lock; it saves work, and nothing rests on it
-//	{W}:session                live or fenced; the last batch number of each lane; host, pid, …
+//	{W}:session                live or fenced; last batch of each lane, start and claim; host, pid, …
 //	{W}:beat, {W}:suspect      the heartbeat; when a sweep first missed it
-//	{W}:inflight, {W}:jobs     leases with their start; their records
-//	{W}:claims, {W}:handed     leases taken by a sweeper; leases that were handed back
-//	crashes:{job}              how often a job was recovered
+//	{W}:inflight, {W}:jobs     leases with their start; their records and checkpoints
+//	{W}:claims, {W}:handed     leases on their way back; leases that were handed back
+//	{W}:damaged                a key of W that had a wrong type, put aside
+//	crashes:{job}              the crashes of a job, with their time
 //	{dead}:index, {dead}:jobs  the dead letters
 //
 // With Config.HashTag all of them share that tag and one slot. docs/redis-keys.md has types, TTLs and commands for people.
@@ -108,16 +138,21 @@
 // unknown outcome is an error, and its record is removed as soon as Redis can be reached; if the process dies first, the
 // job is handed back although Track had failed.
 //
-// Redis lost its data. Live workers notice with their next heartbeat, join again, and record their running jobs again.
-// Nothing is cancelled.
+// Redis lost its data. Live workers notice with their next heartbeat, fence what may be left of their session, ask where
+// their leases are, and join again. Leases that Redis does not know are recorded again and go on. If only the session was
+// lost, those that it has are lost, as if the worker had been declared dead. A registry that a failover lost heals with the
+// next beats; [Inspector.Doctor] finds dead workers that are missing in it.
+//
+// Redis is out of memory. Track, Checkpoint, Start and new dead letters fail with OOM. Done, beats, sweeps and Release go
+// on: their scripts begin with a harmless write, after which Redis lets a script finish.
 //
 // The worker was declared dead. Its leases are lost: contexts are cancelled, Done returns ErrLost. Do not acknowledge these
 // jobs to their source.
 //
-// The Enqueuer fails. The job is kept and offered again, from SweepInterval up to 5 minutes later. An error made by
-// [Permanent] sends it to the dead letters. A call that takes longer than Config.EnqueueTimeout counts as failed, although
-// it may still succeed: return when the context ends, and dedupe by Orphan.Key, never by job ID. The message that the job
-// came from may still be unacknowledged under that ID, and the job would be swallowed.
+// The Enqueuer fails. The job is kept and offered again, from SweepInterval up to 5 minutes later. A call that takes longer
+// than Config.EnqueueTimeout counts as failed, although it may still succeed: return when the context ends, and dedupe by
+// Orphan.Key, never by job ID. The message that the job came from may still be unacknowledged under that ID, and the job
+// would be swallowed.
 //
 // All of this is logged, counted by [Recoverer.Stats], and told to [Events].
 package recovery

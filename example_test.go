@@ -1,10 +1,14 @@
 package recovery_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
+	"path/filepath"
+	"strconv"
 	"time"
 
 	"github.com/alicebob/miniredis/v2"
@@ -235,6 +239,180 @@ func ExampleInspector() {
 	// Output:
 	// mailer-1 is running, 1 of 8
 	//   mail-1 of queue mail, 7 bytes
+}
+
+// A job that notes how far it got is resumed there: the checkpoint comes back with the orphan, and in its Job.
+func ExampleLease_Checkpoint() {
+	server := miniredis.NewMiniRedis()
+	server.ClockTTL(true)
+	check(server.Start())
+	defer server.Close()
+	queue := make(chan recovery.Job, 1)
+	enqueue := func(_ context.Context, o recovery.Orphan) error { queue <- o.Job; return nil } // with its Checkpoint
+	cfg := quiet
+	cfg.HeartbeatInterval, cfg.OrphanThreshold = 100*time.Millisecond, 600*time.Millisecond
+	ctx, cancel := context.WithCancel(context.Background())
+	start := func() (*redis.Client, *recovery.Recoverer) {
+		rdb := redis.NewClient(&redis.Options{Addr: server.Addr()})
+		r, err := recovery.New(rdb, recovery.EnqueuerFunc(enqueue), cfg)
+		check(err)
+		check(r.Start(ctx))
+		return rdb, r
+	}
+	doomedRedis, doomed := start()
+	_, survivor := start()
+	defer survivor.Stop(context.Background())
+	defer doomed.Stop(ctx)
+	defer cancel()
+
+	send := func(r *recovery.Recoverer, job recovery.Job, until int) *recovery.Lease {
+		lease, err := r.Track(ctx, job)
+		check(err)
+		page := 1
+		if job.Checkpoint != nil { // of an earlier run
+			page, err = strconv.Atoi(string(job.Checkpoint))
+			check(err)
+		}
+		for ; page <= until; page++ {
+			fmt.Println("page", page)
+			check(lease.Checkpoint(ctx, []byte(strconv.Itoa(page+1))))
+		}
+		return lease
+	}
+	send(doomed, recovery.Job{ID: "newsletter"}, 2)
+	doomedRedis.Close() // as good as kill -9
+	check(send(survivor, <-queue, 4).Done())
+	// Output:
+	// page 1
+	// page 2
+	// page 3
+	// page 4
+}
+
+// Release gives a job back before its end, through the Enqueuer. It does not count as a crash.
+func ExampleLease_Release() {
+	rdb, quit := exampleRedis()
+	defer quit()
+	down := true
+	r, err := recovery.New(rdb, recovery.EnqueuerFunc(func(_ context.Context, o recovery.Orphan) error {
+		if down {
+			return errors.New("queue is down")
+		}
+		fmt.Printf("handed back: %s %s, at %s\n", o.ID, o.Reason, o.Checkpoint)
+		return nil
+	}), quiet)
+	check(err)
+	ctx := context.Background()
+	check(r.Start(ctx))
+	defer r.Stop(ctx)
+
+	lease, err := r.Track(ctx, recovery.Job{ID: "video-1"})
+	check(err)
+	check(lease.Checkpoint(ctx, []byte("frame 700")))
+	fmt.Println(lease.Release(), "- still ours:", lease.Confirm(ctx) == nil)
+	down = false
+	fmt.Println(lease.Release(), "- done:", lease.Done())
+	// Output:
+	// release job "video-1": queue is down - still ours: true
+	// handed back: video-1 released, at frame 700
+	// <nil> - done: recovery: job lost to another worker
+}
+
+// Dead letters wait for a person, who finds out why, and gives the job back or discards it.
+func ExampleInspector_Requeue() {
+	rdb, quit := exampleRedis()
+	defer quit()
+	r, err := recovery.New(rdb, drop, quiet)
+	check(err)
+	ctx := context.Background()
+	check(r.Start(ctx))
+	defer r.Stop(ctx)
+	for range 2 { // the first time it is handed back, the second time it is buried
+		func() {
+			defer func() { _ = recover() }()
+			job := recovery.Job{ID: "mail-1", Payload: []byte("to: ann"), MaxRecoveries: 1}
+			_ = r.Do(ctx, job, func(context.Context) error { panic("no template") })
+		}()
+	}
+
+	inspector := recovery.NewInspector(rdb, "default")
+	letters, err := inspector.DeadLetters(ctx, 0, 100) // oldest first
+	check(err)
+	for _, d := range letters {
+		fmt.Printf("%s %s: %s\n", d.ID, d.Reason, d.Cause)
+		fmt.Println("crashes:", len(d.Crashes))
+		check(inspector.Requeue(ctx, d.Key, recovery.EnqueuerFunc(func(_ context.Context, o recovery.Orphan) error {
+			fmt.Printf("back to the queue: %s %q\n", o.ID, o.Payload)
+			return nil
+		})))
+		_, err := inspector.DeadLetter(ctx, d.Key)
+		fmt.Println("gone:", errors.Is(err, recovery.ErrNoLetter))
+	}
+	// Output:
+	// mail-1 panicked: recovered 1 times within 72h0m0s, the limit is 1
+	// crashes: 2
+	// back to the queue: mail-1 "to: ann"
+	// gone: true
+}
+
+// Sealed, Redis shows a job's ID and queue, and nothing else of it. Each key has 32 random bytes, from your secret store.
+func ExampleAESGCM() {
+	rdb, quit := exampleRedis()
+	defer quit()
+	current, former := bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
+	cfg := quiet
+	cfg.Codec = recovery.AESGCM(current, former) // the first one seals, all of them open
+	r, err := recovery.New(rdb, drop, cfg)
+	check(err)
+	ctx := context.Background()
+	check(r.Start(ctx))
+	defer r.Stop(ctx)
+	lease, err := r.Track(ctx, recovery.Job{ID: "mail-1", Queue: "mail", Headers: map[string]string{"tenant": "blue"}})
+	check(err)
+	defer lease.Done()
+
+	show := func(options ...recovery.InspectorOption) {
+		jobs, err := recovery.NewInspector(rdb, "default", options...).Inflight(ctx, r.WorkerID())
+		check(err)
+		fmt.Printf("%s of %s, tenant %q: %v\n", jobs[0].Job.ID, jobs[0].Job.Queue, jobs[0].Job.Headers["tenant"], jobs[0].Err)
+	}
+	show()
+	show(recovery.InspectCodec(cfg.Codec))
+	// Output:
+	// mail-1 of mail, tenant "": record is sealed and there is no Codec
+	// mail-1 of mail, tenant "blue": <nil>
+}
+
+// Large payloads lie in a directory that all workers share, until the job is done or handed back.
+func ExampleNewDirStore() {
+	rdb, quit := exampleRedis()
+	defer quit()
+	mount, err := os.MkdirTemp("", "payloads") // instead of a shared volume
+	check(err)
+	defer os.RemoveAll(mount)
+	store, err := recovery.NewDirStore(filepath.Join(mount, "recovery"))
+	check(err)
+
+	cfg := quiet
+	cfg.PayloadStore = store
+	cfg.MaxPayload = 64 << 20 // it limits stored payloads, too
+	r, err := recovery.New(rdb, recovery.EnqueuerFunc(func(_ context.Context, o recovery.Orphan) error {
+		fmt.Println("handed back:", o.ID, len(o.Payload))
+		return nil
+	}), cfg)
+	check(err)
+	ctx := context.Background()
+	check(r.Start(ctx))
+	defer r.Stop(ctx)
+	lease, err := r.Track(ctx, recovery.Job{ID: "video-1", Payload: make([]byte, 5_000_000)})
+	check(err)
+	record, err := rdb.HGet(ctx, "recovery:1:default:{"+r.WorkerID()+"}:jobs", "1").Bytes()
+	check(err)
+	fmt.Println("less than 100 bytes are in Redis:", len(record) < 100)
+	check(lease.Release())
+	// Output:
+	// less than 100 bytes are in Redis: true
+	// handed back: video-1 5000000
 }
 
 // quiet is a Config that logs nothing.

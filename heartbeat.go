@@ -166,6 +166,7 @@ func (h *heartbeater) send(ctx context.Context, inc *incarnation) ([]int64, erro
 		if beatErr == nil && err != nil {
 			// Live, but perhaps not registered.
 			r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
+			r.healRegistry(ctx, inc, err)
 		}
 		return answer, beatErr
 	})
@@ -247,7 +248,10 @@ func (h *heartbeater) part(ctx context.Context, inc *incarnation, leases []*Leas
 	for i, l := range leases {
 		if places[i] == placeUnknown || places[i] == placeNoRecord {
 			keep = append(keep, l)
-		} else if l.lose() {
+			continue
+		}
+		h.r.keepGiveUp(giveUp{lease: l, reason: Crashed})
+		if l.lose() {
 			lost++
 		}
 	}
@@ -263,6 +267,7 @@ func (h *heartbeater) abandon(inc *incarnation, why string) {
 	}
 	lost := 0
 	for _, l := range inc.close(ErrLost) {
+		h.r.keepGiveUp(giveUp{lease: l, reason: Crashed})
 		if l.lose() {
 			lost++
 		}

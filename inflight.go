@@ -68,7 +68,7 @@ func (i *incarnation) adopt(l *Lease) bool {
 	if l.state != leaseActive {
 		return false
 	}
-	l.home, l.member = i, l.id
+	l.home, l.member, l.again, l.lane = i, l.id, nil, nil
 	i.leases[l.member] = l
 	i.tally.sent++
 	i.tally.acked++
@@ -97,7 +97,7 @@ func (i *incarnation) close(why error) []*Lease {
 	if i.over == nil {
 		i.over = why
 	}
-	return i.list()
+	return i.list((*Lease).isHeld)
 }
 
 // closed reports whether new leases are refused.
@@ -111,17 +111,25 @@ func (i *incarnation) closed() bool {
 func (i *incarnation) active() []*Lease {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	return i.list()
+	return i.list((*Lease).isSettled)
 }
 
-func (i *incarnation) list() []*Lease {
-	active := make([]*Lease, 0, len(i.leases))
+func (i *incarnation) list(want func(*Lease) bool) []*Lease {
+	found := make([]*Lease, 0, len(i.leases))
 	for _, l := range i.leases {
-		if l.isActive() {
-			active = append(active, l)
+		if want(l) {
+			found = append(found, l)
 		}
 	}
-	return active
+	return found
+}
+
+// quiet reports that no lease is left and nothing is under way: nobody can ask for proof of anything any more.
+func (i *incarnation) quiet() bool {
+	i.mu.Lock()
+	empty := len(i.leases) == 0
+	i.mu.Unlock()
+	return empty && i.idle()
 }
 
 func (i *incarnation) knows(member string) bool {

@@ -9,6 +9,7 @@ const schema = "recovery:1:"
 //
 //	key           type        written by           expires            deleted by
 //	workers       SET         join, every beat     never              retire (entry by entry)
+//	workers-damaged any       a beat               never              nobody: it is evidence
 //	gc            STRING      whoever sweeps       GCLockTTL          Stop of the holder
 //	W:session     HASH        join, commit, claim  InflightTTL        nobody: it must outlive a zombie
 //	W:beat        STRING      join, beat           OrphanThreshold/2  leave
@@ -48,6 +49,7 @@ func (k keyspace) alone(name string) string {
 }
 
 func (k keyspace) workers() string   { return k.alone("workers") }
+func (k keyspace) aside() string     { return k.alone("workers-damaged") }
 func (k keyspace) gc() string        { return k.alone("gc") }
 func (k keyspace) deadIndex() string { return k.under("dead", "index") }
 func (k keyspace) deadJobs() string  { return k.under("dead", "jobs") }

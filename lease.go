@@ -20,7 +20,7 @@ type Job struct {
 	Checkpoint    []byte            // optional; where an earlier run got to: handed on until this run replaces it
 }
 
-// leaseState is what a holder may still do. It only moves forward:
+// leaseState is what a holder may still do:
 //
 //	tracking -> active -> finishing -> finished, or lost
 //	                   -> giving    -> lost
@@ -53,8 +53,6 @@ type Lease struct {
 	stored bool   // the payload lies in the PayloadStore
 	parent context.Context
 
-	saving sync.Mutex // held by Checkpoint: one at a time, in order
-
 	mu     sync.Mutex // guards what follows; may be taken inside incarnation.mu, never the other way round
 	state  leaseState
 	home   *incarnation
@@ -68,6 +66,7 @@ type Lease struct {
 	err    error // what Done answers, once finished or lost
 
 	released   chan struct{} // closed when releasing has ended
+	saving     chan struct{} // of capacity 1: held by the Checkpoint at work
 	timeout    *time.Timer
 	checkpoint []byte // the last one, as Redis has it
 	saved      uint64 // number of checkpoints
@@ -113,11 +112,11 @@ func (l *Lease) Context() context.Context {
 //
 // A nil answer is true for at least the time that is left of OrphanThreshold since the worker's last beat.
 func (l *Lease) Confirm(ctx context.Context) error {
-	l.mu.Lock()
+	l.lockSettled()
 	home, member, state := l.home, l.member, l.state
 	l.mu.Unlock()
 	switch state {
-	case leaseLost, leaseGiving, leaseReleasing:
+	case leaseLost, leaseGiving:
 		return ErrLost
 	case leaseFinished, leaseFinishing:
 		return fmt.Errorf("confirm job %q: already done", l.job.ID)
@@ -163,7 +162,13 @@ func (l *Lease) Done() error {
 	default:
 		home.kick()
 	}
-	<-fin.settled
+	overdue := time.NewTimer(3 * l.r.tm.call)
+	defer overdue.Stop()
+	select {
+	case <-fin.settled:
+	case <-overdue.C: // a client without timeouts of its own
+		return fmt.Errorf("done with job %q: no answer from Redis within %v; it goes on", l.job.ID, 3*l.r.tm.call)
+	}
 	if fin.err != nil && !errors.Is(fin.err, ErrLost) {
 		return fmt.Errorf("done with job %q: not confirmed by Redis, will be repeated: %w", l.job.ID, fin.err)
 	}
@@ -242,13 +247,17 @@ func (l *Lease) give() bool {
 	return true
 }
 
-// given is give's end: the record is in the claims, or with somebody else.
-func (l *Lease) given() {
+// given is give's end: somebody else has the job. It answers the incarnation that held the lease until now, or nil.
+func (l *Lease) given() *incarnation {
 	l.mu.Lock()
+	was, home, member := l.state, l.home, l.member
 	l.state = leaseLost
-	home, member := l.home, l.member
 	l.mu.Unlock()
+	if was != leaseGiving {
+		return nil
+	}
 	home.drop(member)
+	return home
 }
 
 // end moves the lease to its last state, if it is in one of from.
@@ -262,7 +271,7 @@ func (l *Lease) end(err error, from ...leaseState) bool {
 		l.mu.Unlock()
 		return false
 	}
-	l.state, l.err = leaseFinished, err
+	l.state, l.err, l.again, l.lane = leaseFinished, err, nil, nil
 	if err != nil {
 		l.state = leaseLost
 	}
@@ -277,11 +286,25 @@ func (l *Lease) end(err error, from ...leaseState) bool {
 	return true
 }
 
-// isActive reports whether the holder runs the job and nothing else is under way for it.
-func (l *Lease) isActive() bool {
+// isHeld reports whether the holder runs the job.
+func (l *Lease) isHeld() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.state == leaseActive
+}
+
+// isSettled reports whether the holder runs the job and no write is under way for it.
+func (l *Lease) isSettled() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.state == leaseActive && l.again == nil
+}
+
+// wants reports whether o, which tracks the lease again, is still to be written.
+func (l *Lease) wants(o *op) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.state == leaseActive && l.again == o || l.state == leaseFinishing && l.again == o
 }
 
 // extraFields are what lies beside the record and must go with it.
@@ -302,4 +325,11 @@ func (l *Lease) checkpointFields() []any {
 		return nil
 	}
 	return []any{l.member + checkpointField, l.checkpoint, l.member + numberField, l.saved}
+}
+
+// place is where Redis has the lease.
+func (l *Lease) place() (*incarnation, string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.home, l.member
 }

@@ -25,8 +25,8 @@ func (r *Recoverer) stores(job *Job) bool {
 func (r *Recoverer) putPayload(ctx context.Context, job *Job, lease string) (err error) {
 	payload := job.Payload
 	if r.cfg.Codec != nil {
-		if payload, err = r.cfg.Codec.Seal(payload, payloadContext(lease)); err != nil {
-			return fmt.Errorf("seal: %w", err)
+		if payload, err = seal(payload, payloadContext(lease), r.cfg.Codec); err != nil {
+			return err
 		}
 	}
 	perr := guard(func() { err = r.cfg.PayloadStore.Put(ctx, lease, payload) })
@@ -41,7 +41,9 @@ func (r *Recoverer) loadPayload(o *orphan) bool {
 	if !o.stored {
 		return true
 	}
-	payload, err := getPayload(r.hard, r.cfg.PayloadStore, r.cfg.Codec, o.Key)
+	ctx, cancel := context.WithTimeout(r.hard, r.cfg.EnqueueTimeout)
+	defer cancel()
+	payload, err := getPayload(ctx, r.cfg.PayloadStore, r.cfg.Codec, o.Key)
 	if err == nil {
 		o.Payload = payload
 		return true

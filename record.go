@@ -56,11 +56,20 @@ func encodeRecord(job *Job, lease string, codec Codec, stored bool) ([]byte, err
 	if codec == nil {
 		return appendBody(b, job), nil
 	}
-	sealed, err := codec.Seal(appendBody(nil, job), []byte(lease))
+	sealed, err := seal(appendBody(nil, job), []byte(lease), codec)
 	if err != nil {
-		return nil, fmt.Errorf("seal: %w", err)
+		return nil, err
 	}
 	return append(b, sealed...), nil
+}
+
+// seal guards against a Codec that panics.
+func seal(plain, context []byte, codec Codec) (sealed []byte, err error) {
+	perr := guard(func() { sealed, err = codec.Seal(plain, context) })
+	if err = errors.Join(err, perr); err != nil {
+		return nil, fmt.Errorf("seal: %w", err)
+	}
+	return sealed, nil
 }
 
 func appendBody(b []byte, job *Job) []byte {

@@ -67,9 +67,9 @@ type Recoverer struct {
 	mu       sync.Mutex // guards what follows
 	state    State
 	starting bool
-	inflight int           // leases that have not ended
-	idle     chan struct{} // closed when inflight is 0; made by those who wait for it
-	giveUps  []giveUp      // leases whose surrender Redis has not confirmed
+	inflight int                      // leases that have not ended
+	idle     chan struct{}            // closed when inflight is 0; made by those who wait for it
+	giveUps  map[giveUp]chan struct{} // leases that were told lost, and that nobody else is known to have
 }
 
 // New returns a Recoverer that keeps its records in rdb and gives orphans to enq. It does not talk to Redis yet and never closes

@@ -45,7 +45,7 @@ func TestDeath_withinTheBound(t *testing.T) {
 		t.Run(fmt.Sprint(cfg.HeartbeatInterval, cfg.OrphanThreshold), func(t *testing.T) {
 			inBubble(t, func(w *world) {
 				full := cfg.withDefaults()
-				bound := full.OrphanThreshold + full.SweepInterval + full.SweepInterval/8 // and the fleet's spread
+				bound := full.OrphanThreshold + full.SweepInterval
 				w.join("last", cfg)
 				for round := range 10 {
 					m := w.join(fmt.Sprint("w", round), cfg)
@@ -163,8 +163,6 @@ func TestSweeper_lockLostInPass(t *testing.T) {
 			assert.False(t, keys[o.Key], o.Key)
 			keys[o.Key] = true
 		}
-		assert.NotEmpty(t, a.enq.called())
-		assert.NotEmpty(t, b.enq.called(), "both swept")
 	})
 }
 

@@ -99,6 +99,23 @@ func (r *Recoverer) deregister(ctx context.Context, id string) error {
 	return nil
 }
 
+// healRegistry puts a registry of the wrong type out of the way: while it is there, nobody is recovered. Every worker enters itself again
+// with its next beat.
+func (r *Recoverer) healRegistry(ctx context.Context, inc *incarnation, err error) {
+	if !isWrongType(err) {
+		return
+	}
+	key := r.keys.workers()
+	err = r.rdb.Rename(ctx, key, r.keys.aside()).Err()
+	if redis.HasErrorPrefix(err, "CROSSSLOT") {
+		err = r.rdb.Del(ctx, key).Err() // on a cluster there is no way to keep it
+	}
+	if err == nil {
+		err = r.rdb.SAdd(ctx, key, inc.id).Err()
+	}
+	r.log.Error("recovery: the registry had the wrong type and was put aside", "worker", inc.id, "key", key, "err", err)
+}
+
 // limit bounds one call to Redis, for clients that heed their ctx; the others have their own timeouts.
 func (r *Recoverer) limit(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(ctx, r.tm.call)

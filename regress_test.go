@@ -18,6 +18,7 @@ func TestSweeper_hangingJobsDoNotKeepOthers(t *testing.T) {
 	inBubble(t, func(w *world) {
 		bad, good := w.join("bad", Config{}), w.join("good", Config{})
 		peer := w.join("peer", Config{EnqueueTimeout: time.Second})
+		good.enq.set(func(ctx context.Context, _ Orphan) error { <-ctx.Done(); return ctx.Err() })
 		peer.enq.set(func(ctx context.Context, o Orphan) error {
 			if o.ID == "good" {
 				return nil

@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// Checkpoint keeps data as how far this run got: if the job has to be recovered, the Orphan carries the last one. nil removes it. It returns
+// Checkpoint keeps data as how far this run got: if the job has to be recovered, the Orphan carries the last one. nil goes back to
+// Job.Checkpoint, where this run began. It returns
 // ErrLost if the job is somebody else's, and then nothing was changed; ErrPayloadTooLarge beyond Config.MaxPayload; and another error if Redis
 // did not answer: then this checkpoint or the one before it is kept. It blocks for a round trip, at most until ctx ends. Calls
 // for one lease are made one after the other.
@@ -23,8 +24,13 @@ func (l *Lease) Checkpoint(ctx context.Context, data []byte) error {
 	if err != nil {
 		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, err)
 	}
-	l.saving.Lock()
-	defer l.saving.Unlock()
+	saving := l.savingTurn()
+	select {
+	case saving <- struct{}{}:
+		defer func() { <-saving }()
+	case <-ctx.Done():
+		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, ctx.Err())
+	}
 	l.lockSettled()
 	state, home, member, number := l.state, l.home, l.member, l.saved+1
 	if state == leaseActive {
@@ -52,11 +58,20 @@ func (l *Lease) Checkpoint(ctx context.Context, data []byte) error {
 	return nil
 }
 
+func (l *Lease) savingTurn() chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.saving == nil {
+		l.saving = make(chan struct{}, 1)
+	}
+	return l.saving
+}
+
 func (l *Lease) seal(data []byte) ([]byte, error) {
 	if data == nil || l.r.cfg.Codec == nil {
 		return slices.Clone(data), nil
 	}
-	return l.r.cfg.Codec.Seal(data, checkpointContext(l.id))
+	return seal(data, checkpointContext(l.id), l.r.cfg.Codec)
 }
 
 // save runs checkpoint.lua.
@@ -105,7 +120,7 @@ func (l *Lease) Release() error {
 // release does Release's work. back says that the lease is the holder's again.
 func (r *Recoverer) release(l *Lease) (back bool, err error) {
 	l.home.count(func(t *tally) { t.doneSent++ })
-	g := giveUp{l, Released}
+	g := giveUp{lease: l, reason: Released}
 	start, err := r.takeOut(r.hard, g)
 	if err != nil {
 		// Unknown: perhaps in the claims. It is handed back in any case, so it must not be run on.
@@ -128,6 +143,13 @@ func (r *Recoverer) release(l *Lease) (back bool, err error) {
 			r.owes.Store(true) // the Enqueuer has it, but its record is still there
 		}
 		return false, nil
+	}
+	if errors.Is(o.err, errEnqueueTimeout) {
+		// It may have taken the job and still be about to say so: the holder must not go on with it. The claim offers it again, with the same Key.
+		l.home.count(func(t *tally) { t.doneAcked++ })
+		err := r.conclude(r.hard, c, []*orphan{o}, &handed{})
+		r.owes.Store(true)
+		return false, errors.Join(o.err, err, ErrLost)
 	}
 	back, err = r.untake(l, start)
 	if err != nil || !back {

@@ -112,6 +112,7 @@ func (r *Recoverer) leave(ctx context.Context, overtime bool) (int, error) {
 	inc := r.current.Load()
 	inc.kick()
 	for _, l := range inc.close(ErrLost) {
+		r.keepGiveUp(giveUp{lease: l, reason: Released}) // first: what is lost is handed back, by whatever way
 		l.lose()
 	}
 	returned, leaveErr := bounded(ctx, r.group, endless, func(ctx context.Context) (int, error) {
@@ -119,7 +120,11 @@ func (r *Recoverer) leave(ctx context.Context, overtime bool) (int, error) {
 			return 0, err
 		}
 		n, err := r.returnRest(ctx, inc)
-		return n, errors.Join(err, r.sweep.lock.release(ctx))
+		more, giveUpErr := r.settleGiveUps(ctx) // before the proof goes
+		if err = errors.Join(err, giveUpErr); err == nil {
+			err = r.retireOwn(ctx, inc)
+		}
+		return n + more, errors.Join(err, r.sweep.lock.release(ctx))
 	})
 	if leaveErr == nil {
 		return returned, nil // whatever went wrong before, this worker has left
@@ -148,7 +153,7 @@ func waitFor(ctx context.Context, ended <-chan struct{}, what string) error {
 	}
 }
 
-// returnRest hands back what this worker leaves behind, and takes itself out of the registry when nothing is left.
+// returnRest hands back what this worker leaves behind. nil: nothing is left in Redis.
 func (r *Recoverer) returnRest(ctx context.Context, inc *incarnation) (returned int, err error) {
 	for ctx.Err() == nil {
 		c, err := r.claim(ctx, inc.id, false)
@@ -158,31 +163,31 @@ func (r *Recoverer) returnRest(ctx context.Context, inc *incarnation) (returned 
 		switch c.verdict {
 		case verdictDead:
 			for i := range c.leases {
-				r.leftBecause(&c.leases[i])
+				r.leftBecause(inc, &c.leases[i])
 			}
 			h := r.handBack(ctx, c)
 			if returned += h.handedBack; h.err != nil {
 				return returned, h.err
 			}
 		case verdictEmpty:
-			return returned, r.retireOwn(ctx, inc)
+			return returned, nil
 		default:
-			return returned, errors.New("jobs that the Enqueuer refused are left to the peers")
+			return returned, errors.New("jobs that the Enqueuer refused, or whose Backoff is not over, are left to the peers")
 		}
 	}
 	return returned, fmt.Errorf("jobs are left to the peers: %w", ctx.Err())
 }
 
 // leftBecause corrects the reason of a lease that this worker leaves behind: it did not crash.
-func (r *Recoverer) leftBecause(l *claimedLease) {
+func (r *Recoverer) leftBecause(inc *incarnation, l *claimedLease) {
 	if l.reason != Crashed {
 		return
 	}
 	l.reason = Released
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, g := range r.giveUps {
-		if g.lease.member == l.member {
+	for g := range r.giveUps {
+		if g.lease.home == inc && g.lease.member == l.member {
 			l.reason = g.reason
 		}
 	}
@@ -190,7 +195,7 @@ func (r *Recoverer) leftBecause(l *claimedLease) {
 
 // retireOwn ends an empty incarnation. The proof of what was handed back goes too, if nobody is left who could ask for it.
 func (r *Recoverer) retireOwn(ctx context.Context, inc *incarnation) error {
-	if inc.idle() {
+	if inc.quiet() {
 		if err := r.rdb.Del(ctx, inc.keys.handed).Err(); err != nil {
 			return fmt.Errorf("retire worker %q: %w", inc.id, err)
 		}

@@ -2,10 +2,14 @@ package recovery
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"sync"
 	"time"
 )
 
-// giveUp is a lease that its own worker wants to hand back.
+// giveUp is a lease that its holder was told is lost, and that this process still answers for: it has the record in memory, and keeps
+// it until somebody else has the job. Redis may lose everything at any moment; what was told ErrLost must come back all the same.
 type giveUp struct {
 	lease  *Lease
 	reason Reason
@@ -14,51 +18,133 @@ type giveUp struct {
 // surrender hands back a job that this worker, which lives, will not finish. Its holder is told at once. If Redis or the Enqueuer can't do
 // it now, the next sweeps of this worker go on with it; if the process dies, the peers'.
 func (r *Recoverer) surrender(l *Lease, reason Reason) {
-	if l.give() {
-		l.home.count(func(t *tally) { t.doneSent++ })
-		r.handOver(r.hard, giveUp{l, reason})
+	if !l.give() {
+		return
+	}
+	l.home.count(func(t *tally) { t.doneSent++ })
+	g := giveUp{lease: l, reason: reason}
+	r.keepGiveUp(g)
+	if _, err := r.handOver(r.hard, g); err != nil {
+		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.id, "err", err)
 	}
 }
 
-// handOver moves the lease into the claims and hands it back from there.
-func (r *Recoverer) handOver(ctx context.Context, g giveUp) {
-	home := g.lease.home
+func (r *Recoverer) keepGiveUp(g giveUp) {
+	r.mu.Lock()
+	if r.giveUps == nil {
+		r.giveUps = make(map[giveUp]chan struct{})
+	}
+	if r.giveUps[g] == nil {
+		r.giveUps[g] = make(chan struct{}, 1)
+	}
+	r.mu.Unlock()
+	r.owes.Store(true)
+}
+
+// turn is what whoever hands g over holds, one at a time; nil if it is settled.
+func (r *Recoverer) turn(g giveUp) chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.giveUps[g]
+}
+
+// settled forgets a giveUp: somebody else has the job.
+func (r *Recoverer) settled(g giveUp) {
+	r.mu.Lock()
+	delete(r.giveUps, g)
+	r.mu.Unlock()
+	if home := g.lease.given(); home != nil {
+		home.count(func(t *tally) { t.doneAcked++ })
+	}
+}
+
+// settleGiveUps tries each giveUp once, some at a time. It answers how many jobs it handed back, and an error if any is left.
+func (r *Recoverer) settleGiveUps(ctx context.Context) (returned int, err error) {
+	r.mu.Lock()
+	pending := make([]giveUp, 0, len(r.giveUps))
+	for g := range r.giveUps {
+		pending = append(pending, g)
+	}
+	r.mu.Unlock()
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	places := make(chan struct{}, recoverers)
+	for _, g := range pending {
+		wg.Add(1)
+		places <- struct{}{}
+		r.group.spawn(func() {
+			defer wg.Done()
+			defer func() { <-places }()
+			n, e := r.handOver(ctx, g)
+			mu.Lock()
+			defer mu.Unlock()
+			if returned += n; e != nil {
+				err = fmt.Errorf("job %q is not yet handed back: %w", g.lease.job.ID, e)
+			}
+		})
+	}
+	wg.Wait()
+	return returned, err
+}
+
+var errInClaims = errors.New("it waits for its next attempt")
+
+// handOver brings the lease to somebody else: out of the index into the claims, and from there to the Enqueuer. A nil error: somebody has
+// it; 1 if the Enqueuer took it now.
+func (r *Recoverer) handOver(ctx context.Context, g giveUp) (int, error) {
+	turn := r.turn(g)
+	if turn == nil {
+		return 0, nil // settled already
+	}
+	select {
+	case turn <- struct{}{}:
+		defer func() { <-turn }()
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	}
+	if r.turn(g) == nil {
+		return 0, nil // settled while we waited
+	}
 	start, err := r.takeOut(ctx, g)
 	if err != nil {
-		r.log.Error("recovery: could not give up a job, will try again", "worker", home.id, "job", g.lease.job.ID, "lease", g.lease.id, "err", err)
-		r.keepGiveUp(g)
-		return
+		return 0, err
 	}
 	if start == 0 {
-		home.count(func(t *tally) { t.doneAcked++ })
-		g.lease.given() // a sweeper has it already
-		return
+		r.settled(g)
+		return 0, nil
 	}
 	h := r.handBack(ctx, r.ownClaim(g, start))
-	switch {
-	case h.handedBack+h.buried > 0:
-		if h.err != nil {
-			r.owes.Store(true) // the Enqueuer has it, but its record is still there
-		}
-	case r.inMemoryOnly(ctx, g.lease):
-		r.keepGiveUp(g)
-		return
-	default:
-		r.owes.Store(true) // it waits in the claims
+	if h.handedBack+h.buried == 0 {
+		return 0, errors.Join(errInClaims, h.err)
 	}
-	home.count(func(t *tally) { t.doneAcked++ })
-	g.lease.given()
+	if h.err != nil {
+		r.owes.Store(true) // the Enqueuer has it, but its record is still there
+	}
+	r.settled(g)
+	return h.handedBack, nil
 }
 
 // takeOut moves the lease from the index into the claims. It answers the lease's start, or 0 if somebody else has it.
 func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
+	home, member := g.lease.place()
 	start, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
-		return r.take(ctx, g.lease.home, g.lease.member, g.reason)
+		return r.take(ctx, home, member, g.reason)
 	})
-	if err == nil && start == 0 {
-		return r.missing(ctx, g.lease)
+	if err != nil || start > 0 {
+		return start, err
 	}
-	return start, err
+	_, places, err := r.where(ctx, home, []string{member})
+	switch {
+	case err != nil:
+		return 0, err
+	case places[0] == placeUnknown:
+		return g.lease.Fence(), nil // Redis lost it: this process has the only copy
+	case places[0] == placeTracked, places[0] == placeNoRecord:
+		return 0, errors.New("it was tracked again meanwhile")
+	case places[0] == placeClaimed && home == r.current.Load() && !home.closed():
+		return 0, errInClaims // our own claims, which our sweeps look after
+	}
+	return 0, nil // with a sweeper, or handed back
 }
 
 // ownClaim is the claim of a lease that this worker has just taken out.
@@ -73,29 +159,6 @@ func (r *Recoverer) ownClaim(g giveUp, start int64) *claim {
 	}
 }
 
-func (r *Recoverer) keepGiveUp(g giveUp) {
-	r.mu.Lock()
-	r.giveUps = append(r.giveUps, g)
-	r.mu.Unlock()
-	r.owes.Store(true)
-}
-
-// missing answers for a lease that is not in the index. If a sweeper has it, 0. If Redis lost it, its start: then this process has the
-// only copy, and hands it back from memory.
-func (r *Recoverer) missing(ctx context.Context, l *Lease) (int64, error) {
-	_, places, err := r.where(ctx, l.home, []string{l.member})
-	if err != nil || places[0] != placeUnknown {
-		return 0, err
-	}
-	return l.Fence(), nil
-}
-
-// inMemoryOnly reports whether Redis does not know the lease, or can't tell.
-func (r *Recoverer) inMemoryOnly(ctx context.Context, l *Lease) bool {
-	start, err := r.missing(ctx, l)
-	return start != 0 || err != nil
-}
-
 // take moves one lease from the index into the claims. It answers the lease's start, or 0 if it is not there any more.
 func (r *Recoverer) take(ctx context.Context, home *incarnation, member string, reason Reason) (int64, error) {
 	keys := []string{home.keys.inflight, home.keys.jobs, home.keys.claims}
@@ -104,15 +167,4 @@ func (r *Recoverer) take(ctx context.Context, home *incarnation, member string, 
 		return 0, nil
 	}
 	return a.int(), a.err
-}
-
-// retryGiveUps goes on with surrenders that Redis did not confirm.
-func (r *Recoverer) retryGiveUps(ctx context.Context) {
-	r.mu.Lock()
-	pending := r.giveUps
-	r.giveUps = nil
-	r.mu.Unlock()
-	for _, g := range pending {
-		r.handOver(ctx, g)
-	}
 }

@@ -91,16 +91,21 @@ func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) 
 	began := time.Now()
 	p := &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time), places: make(chan struct{}, recoverers)}
 	p.resumeOwn()
-	held, err := bounded(ctx, s.r.group, s.r.tm.call, func(ctx context.Context) (hold, error) { return s.lock.acquire(ctx, now) })
+	// Somebody whose time has come is looked at even if another worker holds the lock and only rests.
+	barge := now || s.anyDue(began)
+	held, err := bounded(ctx, s.r.group, s.r.tm.call, func(ctx context.Context) (hold, error) { return s.lock.acquire(ctx, barge) })
 	if err != nil || !held.ours {
 		wait := s.r.cfg.SweepInterval
 		if err == nil {
-			p.report.Skipped = true
+			p.count(func(s *SweepReport) { s.Skipped = true })
 			wait = min(wait, held.left)
+		} else {
+			p.fail(err)
 		}
-		// Everybody sees the lock end at the same moment: do not come all at once.
-		s.nextPass, s.watch = began.Add(wait+spread(s.r.cfg.SweepInterval/8)), p.watch
-		return p.report, errors.Join(append(p.errs, err)...)
+		// Everybody sees the lock end at the same moment: do not come all at once, but within what OrphanThreshold leaves.
+		s.nextPass = began.Add(wait + spread(min(s.r.cfg.SweepInterval/8, s.r.cfg.OrphanThreshold/4)))
+		maps.DeleteFunc(s.watch, func(_ string, t time.Time) bool { return !t.After(began) }) // whoever sweeps now sees to them
+		return p.result()
 	}
 	stop := s.renewLock(ctx)
 	if now || !began.Before(s.nextPass) {
@@ -114,15 +119,37 @@ func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) 
 	stop()
 	limited, cancel := s.r.limit(ctx)
 	defer cancel()
-	if err := s.lock.rest(limited); err != nil {
+	unlock := s.lock.rest
+	if now {
+		unlock = s.lock.release // a pass on demand must not move the fleet's next one
+	}
+	if err := unlock(limited); err != nil {
 		p.fail(err)
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	s.watch = maps.Clone(p.watch)
 	p.report.Took = time.Since(began)
-	s.tell(p.report)
+	p.mu.Unlock()
+	report, err := p.result()
+	s.tell(report)
+	return report, err
+}
+
+// result is what the pass has found so far. Recoveries that it did not wait for may go on.
+func (p *pass) result() (SweepReport, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	return p.report, errors.Join(p.errs...)
+}
+
+// anyDue reports whether the time of a watched worker has come.
+func (s *sweeper) anyDue(now time.Time) bool {
+	for _, t := range s.watch {
+		if !t.After(now) {
+			return true
+		}
+	}
+	return false
 }
 
 // wait blocks until the pass' recoveries have ended. The loop does not wait for longer than an interval: an Enqueuer that is slow, or
@@ -131,7 +158,10 @@ func (p *pass) wait(toTheEnd bool) {
 	ended := make(chan struct{})
 	p.r.group.spawn(func() { defer close(ended); p.work.Wait() })
 	if toTheEnd {
-		<-ended
+		select {
+		case <-ended:
+		case <-p.ctx.Done(): // what is under way ends without us
+		}
 		return
 	}
 	timer := time.NewTimer(p.r.cfg.SweepInterval)
@@ -330,33 +360,38 @@ func (p *pass) handBack(c *claim) bool {
 	return h.handedBack+h.buried > 0 || len(c.leases) == 0
 }
 
-// resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does.
+// resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does. It does not
+// keep the sweep: an Enqueuer that hangs for them must not keep the jobs of others.
 func (p *pass) resumeOwn() {
 	inc := p.r.current.Load()
-	// Cleared before the look: a lease that is given up during it sets the flag again.
-	if inc == nil || !p.r.owes.Swap(false) {
+	if inc == nil || !p.r.owes.Load() || !p.begin(ownWork) {
 		return
 	}
-	p.r.retryGiveUps(p.ctx)
+	p.r.group.spawn(func() {
+		defer p.end(ownWork)
+		// Cleared before the look: a lease that is given up during it sets the flag again.
+		p.r.owes.Store(false)
+		_, err := p.r.settleGiveUps(p.ctx)
+		if empty := p.ownClaims(inc); err != nil || !empty {
+			p.r.owes.Store(true)
+		}
+	})
+}
+
+const ownWork = "" // in sweeper.busy; no worker has that id
+
+// ownClaims hands back what is due in this worker's own claims. It reports whether nothing is left there.
+func (p *pass) ownClaims(inc *incarnation) (empty bool) {
 	for p.ctx.Err() == nil {
 		c, err := p.r.claim(p.ctx, inc.id, true)
 		if err != nil {
-			p.r.owes.Store(true)
-			p.fail(err)
-			return
+			p.r.log.Error("recovery: could not look after own claims", "worker", inc.id, "err", err)
+			return false
 		}
 		if c.verdict == verdictDead && p.handBack(c) {
 			continue
 		}
-		if c.verdict == verdictDead {
-			p.r.owes.Store(true)
-		} else if c.verdict == verdictIdle && c.wait >= 0 {
-			p.r.owes.Store(true)
-			p.mu.Lock()
-			p.watch[inc.id] = time.Now().Add(c.wait)
-			p.mu.Unlock()
-		}
-		return
+		return c.verdict != verdictDead && (c.verdict != verdictIdle || c.wait < 0)
 	}
-	p.r.owes.Store(true)
+	return false
 }

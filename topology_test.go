@@ -176,7 +176,7 @@ func TestTopology_waitReplicas(t *testing.T) {
 		"and leaves nothing behind")
 }
 
-// minimalACL is what docs/redis-keys.md tells people to grant.
+// minimalACL is what the README tells people to grant.
 var minimalACL = []string{"~recovery:1:*", "+eval", "+evalsha", "+multi", "+exec", "+time", "+type", "+rename", "+del", "+exists",
 	"+get", "+set", "+setrange", "+pttl", "+pexpire", "+hset", "+hget", "+hmget", "+hdel", "+hlen", "+hexists", "+hrandfield",
 	"+zadd", "+zrem", "+zcard", "+zscore", "+zrange", "+zrangebyscore", "+zcount", "+zscan", "+sadd", "+srem", "+sismember", "+smembers", "+sscan"}

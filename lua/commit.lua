@@ -14,7 +14,7 @@
 -- ARGV[6...] leases to track (with their starts), leases done, then further fields of jobs to drop with them
 -- Returns {state, fresh, start, lost...}
 --   state  1 live; 0 fenced; -1 absent. Unless live, nothing was tracked by this call.
---   fresh  1 if no copy of this batch ran before; 0 if one did. Fenced and not fresh: tracked before, and lost since.
+--   fresh  1 if no copy of this batch ran before; 0 if one did. Not live and not fresh: tracked before, and lost since.
 --   start  us, of the leases tracked now; grows with every batch, also within one microsecond
 --   lost   positions, from 1, of done leases that somebody else has taken
 -- Atomic: the session's state must not change between the check and the writes.
@@ -53,8 +53,11 @@ if tracks > 0 then
     start = us(tonumber(redis.call("ZSCORE", inflight, ARGV[pos]) or start))
     for i = 1, tracks do
       local id = ARGV[pos]
-      if not redis.call("ZSCORE", inflight, id) and not redis.call("ZSCORE", claims, id) then
+      if redis.call("ZSCORE", inflight, id) or redis.call("ZSCORE", claims, id) then
+        fresh = false -- there is proof, also where the session that kept the number is gone
+      else
         redis.call("HDEL", jobs, id, id .. ".cp", id .. ".cpn")
+        fresh = fresh and redis.call("SISMEMBER", handed, id) == 0
       end
       pos = pos + width
     end

@@ -12,6 +12,7 @@ if type(held) ~= "string" or string.sub(held, 2) ~= token then
   return 0
 end
 if how == "rest" then
+  redis.call("PEXPIRE", gc, redis.call("PTTL", gc)) -- lets the next write through when Redis is out of memory: see claim.lua
   redis.call("SETRANGE", gc, 0, "-")
 else
   redis.call("DEL", gc)
