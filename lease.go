@@ -66,6 +66,8 @@ type Lease struct {
 	err    error // what Done answers, once finished or lost
 
 	released   chan struct{} // closed when releasing has ended
+	taken      bool          // moved into the claims by this worker
+	handed     bool          // its worker has tried to hand it back
 	saving     chan struct{} // of capacity 1: held by the Checkpoint at work
 	timeout    *time.Timer
 	checkpoint []byte // the last one, as Redis has it
@@ -327,9 +329,15 @@ func (l *Lease) checkpointFields() []any {
 	return []any{l.member + checkpointField, l.checkpoint, l.member + numberField, l.saved}
 }
 
-// place is where Redis has the lease.
-func (l *Lease) place() (*incarnation, string) {
+// place is where Redis has the lease, and whether this worker moved it into the claims.
+func (l *Lease) place() (home *incarnation, member string, taken bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.home, l.member
+	return l.home, l.member, l.taken
+}
+
+func (l *Lease) setTaken(taken bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.taken = taken
 }

@@ -158,6 +158,7 @@ func (r *Recoverer) release(l *Lease) (back bool, err error) {
 		return false, errors.Join(o.err, err, ErrLost)
 	}
 	l.home.count(func(t *tally) { t.doneSent-- })
+	l.setTaken(false)
 	return true, o.err
 }
 

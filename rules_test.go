@@ -597,6 +597,7 @@ func property(w *world, rnd *rand.Rand) {
 	}
 	anchor := w.join("anchor", cfg, flaky)
 	workers := []*member{anchor}
+	var tracked []string
 	var wg sync.WaitGroup
 	for step := range 40 {
 		if len(workers) < 2 || rnd.IntN(8) == 0 {
@@ -607,6 +608,7 @@ func property(w *world, rnd *rand.Rand) {
 		id := fmt.Sprint("job", rnd.IntN(6))
 		l, err := m.Track(bg, Job{ID: id})
 		require.NoError(w.t, err)
+		tracked = append(tracked, l.ID())
 		switch rnd.IntN(6) {
 		case 0:
 			if pick > 0 {
@@ -658,6 +660,9 @@ func property(w *world, rnd *rand.Rand) {
 		for _, o := range m.enq.accepted() {
 			fate[o.Key] = append(fate[o.Key], "handed back")
 		}
+	}
+	for _, id := range tracked {
+		assert.NotEmpty(w.t, fate[id], "%s: lost", id)
 	}
 	assert.Len(w.t, fate, 40, "each of them")
 	for lease, f := range fate {

@@ -24,7 +24,7 @@ func (r *Recoverer) surrender(l *Lease, reason Reason) {
 	l.home.count(func(t *tally) { t.doneSent++ })
 	g := giveUp{lease: l, reason: reason}
 	r.keepGiveUp(g)
-	if _, err := r.handOver(r.hard, g); err != nil {
+	if _, err := r.handOver(r.hard, g); err != nil && !errors.Is(err, errInClaims) {
 		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.id, "err", err)
 	}
 }
@@ -126,12 +126,15 @@ func (r *Recoverer) handOver(ctx context.Context, g giveUp) (int, error) {
 
 // takeOut moves the lease from the index into the claims. It answers the lease's start, or 0 if somebody else has it.
 func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
-	home, member := g.lease.place()
-	start, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
-		return r.take(ctx, home, member, g.reason)
-	})
-	if err != nil || start > 0 {
-		return start, err
+	home, member, taken := g.lease.place()
+	if !taken { // once: from then on it waits in the claims, for as long as they say
+		start, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
+			return r.take(ctx, home, member, g.reason)
+		})
+		if err != nil || start > 0 {
+			g.lease.setTaken(start > 0)
+			return start, err
+		}
 	}
 	_, places, err := r.where(ctx, home, []string{member})
 	switch {
@@ -140,6 +143,7 @@ func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
 	case places[0] == placeUnknown:
 		return g.lease.Fence(), nil // Redis lost it: this process has the only copy
 	case places[0] == placeTracked, places[0] == placeNoRecord:
+		g.lease.setTaken(false)
 		return 0, errors.New("it was tracked again meanwhile")
 	case places[0] == placeClaimed && home == r.current.Load() && !home.closed():
 		return 0, errInClaims // our own claims, which our sweeps look after
@@ -147,16 +151,16 @@ func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
 	return 0, nil // with a sweeper, or handed back
 }
 
-// ownClaim is the claim of a lease that this worker has just taken out.
+// ownClaim is the claim of a lease that this worker has taken out. Backoff is asked when it was taken from Redis just now, and never for
+// one that only this process knows: there is no claim that could keep the time.
 func (r *Recoverer) ownClaim(g giveUp, start int64) *claim {
 	now := time.Now()
 	l := g.lease
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return &claim{
-		worker: l.home.id, keys: l.home.keys, until: now.Add(r.tm.claimTTL), now: now.UnixMilli(),
-		leases: []claimedLease{{member: l.member, start: start, reason: g.reason, record: l.record, checkpoint: l.checkpoint}},
-	}
+	lease := claimedLease{member: l.member, start: start, reason: g.reason, waited: l.handed, record: l.record, checkpoint: l.checkpoint}
+	l.handed = true
+	return &claim{worker: l.home.id, keys: l.home.keys, until: now.Add(r.tm.claimTTL), now: now.UnixMilli(), leases: []claimedLease{lease}}
 }
 
 // take moves one lease from the index into the claims. It answers the lease's start, or 0 if it is not there any more.
