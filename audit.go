@@ -51,7 +51,7 @@ func (h *heartbeater) auditOnce(ctx context.Context, inc *incarnation) error {
 			if l.lose() {
 				info.Lost++
 			}
-		case placeUnknown, placeNoRecord:
+		case placeUnknown, placeNoRecord, placeNoIndex:
 			missing = append(missing, l)
 		}
 	}

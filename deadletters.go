@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -154,6 +155,9 @@ func (i *Inspector) Discard(ctx context.Context, key string) error {
 }
 
 func (i *Inspector) remove(ctx context.Context, d *DeadLetter) error {
+	if err := i.unclaim(ctx, d); err != nil {
+		return fmt.Errorf("recovery: remove dead letter %q: %w", d.Key, err)
+	}
 	if err := exhumeScript.Run(ctx, i.rdb, []string{i.keys.deadIndex(), i.keys.deadJobs()}, d.Key).Err(); err != nil {
 		return fmt.Errorf("recovery: remove dead letter %q: %w", d.Key, err)
 	}
@@ -163,4 +167,18 @@ func (i *Inspector) remove(ctx context.Context, d *DeadLetter) error {
 		}
 	}
 	return nil
+}
+
+// unclaim removes what a sweeper that died right after it wrote the letter left in its claims: the letter would come back from there.
+func (i *Inspector) unclaim(ctx context.Context, d *DeadLetter) error {
+	k := i.keys.worker(d.Worker)
+	member := strings.TrimPrefix(d.Key, d.Worker+"/")
+	err := i.rdb.ZScore(ctx, k.claims, member).Err()
+	if errors.Is(err, redis.Nil) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return forgetScript.Run(ctx, i.rdb, []string{k.jobs, k.claims, k.handed}, ms(defaultInflightTTL), member).Err()
 }

@@ -168,7 +168,7 @@ func (r *Recoverer) decide(o *orphan) {
 
 // backoff asks once, before the first attempt; the answer is kept in Redis, as the time at which the claim falls due.
 func (r *Recoverer) backoff(o *orphan) (delay time.Duration) {
-	if r.cfg.Backoff == nil || o.lease.waited || o.lease.attempts > 0 || o.Reason == Released {
+	if r.cfg.Backoff == nil || o.lease.waited || o.Reason == Released {
 		return 0
 	}
 	o.lease.waited = true
@@ -245,6 +245,7 @@ func (r *Recoverer) offer(o *orphan) {
 	if !r.loadPayload(o) {
 		return
 	}
+	o.lease.waited = true // from here on the Enqueuer's own answers say when
 	began := time.Now()
 	err := r.enqueue(o.Orphan)
 	o.took = time.Since(began)
@@ -262,6 +263,7 @@ func (r *Recoverer) enqueueBatch(start context.Context, ready []*orphan) {
 	var list []Orphan
 	ready = slices.DeleteFunc(slices.Clone(ready), func(o *orphan) bool { return !r.loadPayload(o) })
 	for _, o := range ready {
+		o.lease.waited = true
 		list = append(list, o.Orphan)
 	}
 	if len(list) == 0 {

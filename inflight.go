@@ -90,6 +90,19 @@ func (i *incarnation) confirm(leases []*Lease, start int64) error {
 	return nil
 }
 
+// reactivate gives a lease back to its holder, who could not release it. It reports false if the incarnation has ended.
+func (i *incarnation) reactivate(l *Lease) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.over != nil {
+		return false
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.state, l.taken, l.handed = leaseActive, false, false
+	return true
+}
+
 // close ends the incarnation for new leases and returns those that it has. It may be called again.
 func (i *incarnation) close(why error) []*Lease {
 	i.mu.Lock()

@@ -129,7 +129,7 @@ func (l *Lease) Confirm(ctx context.Context) error {
 		return fmt.Errorf("confirm job %q: %w", l.job.ID, err)
 	case session == sessionLive && places[0] == placeTracked:
 		return nil
-	case session == sessionAbsent, places[0] == placeUnknown, places[0] == placeNoRecord:
+	case session == sessionAbsent, places[0] == placeUnknown, places[0] == placeNoRecord, places[0] == placeNoIndex:
 		// Redis lost it. The next beat tracks it again; until then it could not be recovered, but nobody has it either.
 		l.r.heart.kick()
 		return fmt.Errorf("confirm job %q: not in Redis; it will be tracked again", l.job.ID)
@@ -233,7 +233,12 @@ func (l *Lease) lose() bool {
 // an audit must not take its record for a stray.
 func (l *Lease) give() bool {
 	l.lockSettled()
-	if l.state != leaseActive {
+	return l.giveLocked(leaseActive)
+}
+
+// giveLocked is give for a lease in state from. It unlocks l.mu.
+func (l *Lease) giveLocked(from leaseState) bool {
+	if l.state != from {
 		l.mu.Unlock()
 		return false
 	}

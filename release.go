@@ -10,7 +10,7 @@ import (
 
 // Checkpoint keeps data as how far this run got: if the job has to be recovered, the Orphan carries the last one. nil goes back to
 // Job.Checkpoint, where this run began. It returns
-// ErrLost if the job is somebody else's, and then nothing was changed; ErrPayloadTooLarge beyond Config.MaxPayload; and another error if Redis
+// ErrLost if the job is somebody else's, and then what they have is unchanged (only a job that this very worker is giving up may take it along); ErrPayloadTooLarge beyond Config.MaxPayload; and another error if Redis
 // did not answer: then this checkpoint or the one before it is kept. It blocks for a round trip, at most until ctx ends. Calls
 // for one lease are made one after the other.
 //
@@ -102,34 +102,48 @@ func (l *Lease) Release() error {
 	}
 	l.state, l.released = leaseReleasing, make(chan struct{})
 	l.mu.Unlock()
-	back, err := l.r.release(l)
-	l.mu.Lock()
-	l.state = leaseActive
-	released := l.released
-	l.mu.Unlock()
-	if !back {
-		l.lose()
+	outcome, err := l.r.release(l)
+	if outcome == releaseRefused && !l.home.reactivate(l) {
+		// The incarnation ended meanwhile, and whoever ended it could not see this lease.
+		outcome, err = releasePending, errors.Join(err, ErrLost)
 	}
-	close(released)
+	switch outcome {
+	case releasePending:
+		l.r.keepGiveUp(giveUp{lease: l, reason: Released})
+		l.mu.Lock()
+		l.giveLocked(leaseReleasing)
+	case releaseGone:
+		l.end(ErrLost, leaseReleasing)
+		l.r.noteLost(l)
+	}
+	close(l.released)
 	if err != nil {
 		return fmt.Errorf("release job %q: %w", l.job.ID, err)
 	}
 	return nil
 }
 
-// release does Release's work. back says that the lease is the holder's again.
-func (r *Recoverer) release(l *Lease) (back bool, err error) {
+// releaseOutcome is who has the job after Release.
+type releaseOutcome uint8
+
+const (
+	releaseGone    releaseOutcome = iota // the Enqueuer, or a sweeper
+	releaseRefused                       // the holder, as before
+	releasePending                       // this process, until it is handed back
+)
+
+// release does Release's work.
+func (r *Recoverer) release(l *Lease) (releaseOutcome, error) {
 	l.home.count(func(t *tally) { t.doneSent++ })
 	g := giveUp{lease: l, reason: Released}
 	start, err := r.takeOut(r.hard, g)
 	if err != nil {
 		// Unknown: perhaps in the claims. It is handed back in any case, so it must not be run on.
-		r.keepGiveUp(g)
-		return false, errors.Join(err, ErrLost)
+		return releasePending, errors.Join(err, ErrLost)
 	}
 	if start == 0 {
 		l.home.count(func(t *tally) { t.doneAcked++ })
-		return false, ErrLost
+		return releaseGone, ErrLost
 	}
 	c := r.ownClaim(g, start)
 	o := r.decode(c, &c.leases[0])
@@ -137,29 +151,24 @@ func (r *Recoverer) release(l *Lease) (back bool, err error) {
 	if o.fate == fateEnqueue && o.grave == "" {
 		r.offer(o)
 	}
-	if o.fate == fateForget {
+	switch {
+	case o.fate == fateForget:
 		l.home.count(func(t *tally) { t.doneAcked++ })
 		if err := r.conclude(r.hard, c, []*orphan{o}, &handed{}); err != nil {
 			r.owes.Store(true) // the Enqueuer has it, but its record is still there
 		}
-		return false, nil
-	}
-	if errors.Is(o.err, errEnqueueTimeout) {
-		// It may have taken the job and still be about to say so: the holder must not go on with it. The claim offers it again, with the same Key.
-		l.home.count(func(t *tally) { t.doneAcked++ })
+		return releaseGone, nil
+	case errors.Is(o.err, errEnqueueTimeout):
+		// It may have taken the job and still be about to say so: the holder must not go on with it. The claim offers it again, with
+		// the same Key.
 		err := r.conclude(r.hard, c, []*orphan{o}, &handed{})
-		r.owes.Store(true)
-		return false, errors.Join(o.err, err, ErrLost)
+		return releasePending, errors.Join(o.err, err, ErrLost)
 	}
-	back, err = r.untake(l, start)
-	if err != nil || !back {
-		l.home.count(func(t *tally) { t.doneAcked++ })
-		r.owes.Store(true) // it waits in the claims
-		return false, errors.Join(o.err, err, ErrLost)
+	if back, err := r.untake(l, start); err != nil || !back {
+		return releasePending, errors.Join(o.err, err, ErrLost)
 	}
 	l.home.count(func(t *tally) { t.doneSent-- })
-	l.setTaken(false)
-	return true, o.err
+	return releaseRefused, o.err
 }
 
 // untake moves a lease back from the claims.

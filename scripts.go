@@ -59,6 +59,7 @@ const (
 	placeClaimed  = 2
 	placeHanded   = 3
 	placeNoRecord = 4
+	placeNoIndex  = 5 // damage; a sweep that finds it hands it back
 )
 
 func isNoScript(err error) bool {

@@ -140,7 +140,7 @@ func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
 	switch {
 	case err != nil:
 		return 0, err
-	case places[0] == placeUnknown:
+	case places[0] == placeUnknown, places[0] == placeNoIndex && !home.closed():
 		return g.lease.Fence(), nil // Redis lost it: this process has the only copy
 	case places[0] == placeTracked, places[0] == placeNoRecord:
 		g.lease.setTaken(false)

@@ -26,10 +26,12 @@ end
 local excess = math.min(redis.call("ZCARD", index) - most, 100)
 if excess > 0 then
   for _, old in ipairs(redis.call("ZRANGE", index, 0, excess - 1)) do
-    answer[#answer + 1] = old
-    answer[#answer + 1] = redis.call("HGET", jobs, old) or ""
-    redis.call("ZREM", index, old)
-    redis.call("HDEL", jobs, old, old .. ".rec", old .. ".cp")
+    if old ~= lease then -- of the same millisecond, it may sort first
+      answer[#answer + 1] = old
+      answer[#answer + 1] = redis.call("HGET", jobs, old) or ""
+      redis.call("ZREM", index, old)
+      redis.call("HDEL", jobs, old, old .. ".rec", old .. ".cp")
+    end
   end
 end
 return answer

@@ -27,6 +27,9 @@ for i = 3, #ARGV do
     local meta = redis.call("HGET", jobs, id .. ".claim")
     local at, why = string.match(meta or "", "^(%d+) 0 (%S+)")
     start = why == reason and at
+    if start then
+      redis.call("ZADD", claims, "XX", until_ms, id)
+    end
   end
   answer[#answer + 1] = start or false
 end

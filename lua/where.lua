@@ -6,7 +6,7 @@
 -- KEYS[5] handed   SET
 -- ARGV    leases
 -- Returns {state, place...}: state 1 live, 0 fenced, -1 absent; place of each lease 1 tracked, 2 claimed, 3 handed back,
--- 4 tracked but without a record, 0 unknown.
+-- 4 tracked but without a record, 5 a record without an index, 0 unknown.
 -- Atomic: a lease moves from place to place; read one by one it could seem to be nowhere.
 -- Twice: writes nothing.
 local session, inflight, jobs, claims, handed = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -21,6 +21,8 @@ for _, id in ipairs(ARGV) do
     place = 2
   elseif redis.call("SISMEMBER", handed, id) == 1 then
     place = 3
+  elseif redis.call("HEXISTS", jobs, id) == 1 then
+    place = 5
   end
   answer[#answer + 1] = place
 end
