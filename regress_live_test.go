@@ -121,7 +121,8 @@ func TestRegress_P5_registryOfWrongType(t *testing.T) {
 	w.track(dead, "job")
 	w.raw.Del(bg, peer.keys.workers())
 	w.raw.Set(bg, peer.keys.workers(), "x", 0)
-	time.Sleep(200 * time.Millisecond) // beats that could heal it
+	// The first beat puts it aside; each worker is found again once its own beat has entered it.
+	w.eventually(func() bool { return w.raw.SIsMember(bg, peer.keys.workers(), dead.WorkerID()).Val() }, "beats heal it")
 	dead.crash()
 	assert.Eventually(t, func() bool { return len(peer.enq.ids()) == 1 }, 3*time.Second, 10*time.Millisecond)
 }
