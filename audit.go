@@ -12,22 +12,26 @@ import (
 // if they can't be right are the leases themselves looked at.
 //
 //	lanes    a lane's last number went backwards: a failover lost writes that we had been told of
+//	fetch    its number went backwards: the same, and the jobs of that Fetch are in their lists again
 //	leases   the size of the index is outside of what the tally allows, twice in a row
 //	records  fewer records than leases
 //
 // What is under way at that moment is left alone: a lease that is being tracked or finished is neither missing nor a stray.
-func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer []int64, acked [laneCount]uint64, before, after tally) error {
-	leases, records, lanes := answer[1], answer[2], answer[3:]
+func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer []int64, acked acks, before, after tally) error {
+	leases, records, lanes, fetch := answer[1], answer[2], answer[3:3+laneCount], answer[3+laneCount]
 	if plausible(before, after, leases) && records >= leases {
 		h.odd = 0
 	} else {
 		h.odd++
 	}
 	for i, last := range lanes {
-		if uint64(last) < acked[i] {
+		if uint64(last) < acked.lanes[i] {
 			h.auditDue = true
 			inc.soil(i)
 		}
+	}
+	if inc.undone(fetch, acked.fetch) {
+		h.auditDue = true
 	}
 	if h.odd < 2 && !h.auditDue {
 		return nil
@@ -39,6 +43,9 @@ func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer []int6
 func (h *heartbeater) auditOnce(ctx context.Context, inc *incarnation) error {
 	h.auditDue = true // until it has succeeded
 	leases := inc.active()
+	if err := h.r.voidFetches(ctx, inc); err != nil {
+		return fmt.Errorf("audit of worker %q: %w", inc.id, err)
+	}
 	places, err := h.places(ctx, inc, leases)
 	if err != nil {
 		return fmt.Errorf("audit of worker %q: %w", inc.id, err)
@@ -49,6 +56,10 @@ func (h *heartbeater) auditOnce(ctx context.Context, inc *incarnation) error {
 		switch places[i] {
 		case placeClaimed, placeHanded:
 			if l.lose() {
+				info.Lost++
+			}
+		case placeQueued:
+			if l.lose() { // a failover undid its Fetch
 				info.Lost++
 			}
 		case placeUnknown, placeNoRecord, placeNoIndex:
@@ -76,7 +87,7 @@ const auditPage = 500
 func (h *heartbeater) places(ctx context.Context, inc *incarnation, leases []*Lease) ([]int64, error) {
 	all := make([]int64, 0, len(leases))
 	for page := range slices.Chunk(leases, auditPage) {
-		_, places, err := h.r.where(ctx, inc, members(page))
+		_, places, err := h.r.where(ctx, inc, spots(page)...)
 		if err != nil {
 			return nil, err
 		}
@@ -87,22 +98,28 @@ func (h *heartbeater) places(ctx context.Context, inc *incarnation, leases []*Le
 }
 
 // where asks Redis for the session's state and the place of each lease.
-func (r *Recoverer) where(ctx context.Context, inc *incarnation, members []string) (session int64, places []int64, err error) {
+func (r *Recoverer) where(ctx context.Context, inc *incarnation, leases ...spot) (session int64, places []int64, err error) {
 	keys := []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs, inc.keys.claims, inc.keys.handed}
-	args := make([]any, len(members))
-	for i, m := range members {
-		args[i] = m
+	args := make([]any, len(leases))
+	for i, l := range leases {
+		args[i] = l.member
 	}
 	answer, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) ([]int64, error) {
 		return ints(ctx, r.rdb, whereScript, keys, args...)
 	})
-	if err == nil && len(answer) != 1+len(members) {
-		err = fmt.Errorf("script answered %d values, not %d", len(answer), 1+len(members))
+	if err == nil && len(answer) != 2+len(leases) {
+		err = fmt.Errorf("script answered %d values, not %d", len(answer), 2+len(leases))
 	}
 	if err != nil {
-		return 0, nil, fmt.Errorf("ask for %d leases of worker %q: %w", len(members), inc.id, err)
+		return 0, nil, fmt.Errorf("ask for %d leases of worker %q: %w", len(leases), inc.id, err)
 	}
-	return answer[0], answer[1:], nil
+	session, fetched, places := answer[0], answer[1], answer[2:]
+	for i, l := range leases {
+		if places[i] == placeUnknown && (fetched >= 0 && l.fetch > uint64(fetched) || inc.wasUndone(l.fetch)) {
+			places[i] = placeQueued
+		}
+	}
+	return session, places, nil
 }
 
 // trackAgain writes leases that Redis lost. Done comes after it, lease by lease, so that it can't bring back what is finished.
@@ -170,7 +187,7 @@ func (h *heartbeater) removeStrays(ctx context.Context, inc *incarnation) (int, 
 			return removed, err
 		}
 		for i := 0; i < len(page); i += 2 { // member, score, member, score, ...
-			if !inc.knows(page[i]) {
+			if !inc.isReserved(page[i]) && !inc.knows(page[i]) { // in this order: it becomes known before it is no longer reserved
 				inc.submit(newRemoval(page[i], debtStray))
 				removed++
 			}

@@ -45,6 +45,7 @@ type claimedLease struct {
 	attempts   int
 	reason     Reason
 	waited     bool   // Backoff has had its say
+	homeless   bool   // Redis lost it; this process has the only copy
 	lastErr    string // of the Enqueuer
 	record     []byte
 	checkpoint []byte

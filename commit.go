@@ -100,12 +100,18 @@ func (c *committer) soil(i int) {
 	c.lanes[i].dirty = true
 }
 
-// lanesAcked are the last numbers that Redis has confirmed.
-func (c *committer) lanesAcked() (acked [laneCount]uint64) {
-	for i, l := range c.lanes {
-		acked[i] = l.acked.Load()
+// acks are the last numbers that Redis has confirmed.
+type acks struct {
+	lanes [laneCount]uint64
+	fetch uint64
+}
+
+func (i *incarnation) acked() (a acks) {
+	for n, l := range i.lanes {
+		a.lanes[n] = l.acked.Load()
 	}
-	return acked
+	a.fetch = i.fetches.acked.Load()
+	return a
 }
 
 // overloaded reports that too much has an unknown outcome to take on more.

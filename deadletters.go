@@ -134,7 +134,7 @@ func (i *Inspector) Requeue(ctx context.Context, key string, enq Enqueuer) error
 			return fmt.Errorf("recovery: requeue dead letter %q: %w", key, err)
 		}
 	}
-	perr := guard(func() { err = enq.Enqueue(ctx, d.Orphan) })
+	perr := guard(func() { err = i.giveBack(ctx, d, enq) })
 	if err = errors.Join(err, perr); err != nil {
 		return fmt.Errorf("recovery: requeue dead letter %q: %w", key, err)
 	}
@@ -143,6 +143,22 @@ func (i *Inspector) Requeue(ctx context.Context, key string, enq Enqueuer) error
 		return fmt.Errorf("recovery: requeue dead letter %q: enqueued, but its crashes could not be forgotten: %w", key, err)
 	}
 	return i.remove(ctx, d)
+}
+
+// giveBack offers the letter's job. What came from a list goes back there as it was.
+func (i *Inspector) giveBack(ctx context.Context, d *DeadLetter, enq Enqueuer) error {
+	q, ok := enq.(*ListQueue)
+	if !ok || !isElement(d.Record) {
+		if ok {
+			q.rdb.CompareAndSwap(nil, &i.rdb)
+		}
+		return enq.Enqueue(ctx, d.Orphan)
+	}
+	e, err := parseElement(d.Record)
+	if err = errors.Join(err, q.announce(ctx, i.rdb)); err != nil {
+		return err
+	}
+	return pushEach(ctx, i.rdb, []parcel{{list: e.queue, push: q.pushTo(e.side), element: e.bytes}}, make([]error, 1))[0]
 }
 
 // Discard removes a dead letter for good, and its payload where that lies outside of Redis. ErrNoLetter if there is none.

@@ -24,7 +24,21 @@
 // does not show the lease.
 //
 // The gap between taking a job from its queue and Track is the caller's. Acknowledge a job to its source after Done, or
-// move it aside in one step until Track has returned.
+// move it aside in one step until Track has returned. For Redis lists there is no gap.
+//
+// # Redis lists
+//
+// [NewListQueue] makes a plain list the place that jobs come from and go back to. As the Enqueuer it hands back exactly once:
+// one script pushes the job and forgets the lease. [Recoverer.Fetch] pops and tracks in one script, and waits without
+// polling; [InOrder] is for several lists. [Recoverer.Work] is the whole loop:
+//
+//	queue := recovery.NewListQueue("jobs")
+//	r, err := recovery.New(rdb, queue, recovery.Config{Namespace: "mail"})
+//	err = r.Start(ctx)
+//	err = r.Work(ctx, queue, 16, func(ctx context.Context, l *recovery.Lease) error { … })
+//
+// On a Cluster that needs a list whose key has Config.HashTag as its tag. [Sidekiq] and [ElementFormat] are for elements that
+// are more than a payload.
 //
 // # Liveness
 //
@@ -103,6 +117,8 @@
 //
 //	workers                    the registry: incarnations that may hold jobs
 //	gc                         the sweep lock; it saves work, and nothing rests on it
+//	queues                     lists from which somebody fetches
+//	{list}:arrived:list        an element that was moved to wake a worker; part of the queue
 //	{W}:session                live or fenced; last batch of each lane, start and claim; host, pid, …
 //	{W}:beat, {W}:suspect      the heartbeat; when a sweep first missed it
 //	{W}:inflight, {W}:jobs     leases with their start; their records and checkpoints

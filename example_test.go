@@ -429,3 +429,58 @@ func exampleRedis() (rdb *redis.Client, quit func()) {
 	rdb = redis.NewClient(&redis.Options{Addr: server.Addr()})
 	return rdb, func() { rdb.Close(); server.Close() }
 }
+
+// A complete worker on a Redis list.
+func ExampleRecoverer_Work() {
+	server := miniredis.NewMiniRedis()
+	server.ClockTTL(true)
+	check(server.Start())
+	defer server.Close()
+	rdb := redis.NewClient(&redis.Options{Addr: server.Addr()})
+	check(rdb.LPush(context.Background(), "jobs", "to: ann", "to: bob").Err()) // any producer
+
+	ctx, stop := context.WithCancel(context.Background()) // signal.NotifyContext, in a service
+	queue := recovery.NewListQueue("jobs")
+	r, err := recovery.New(rdb, queue, recovery.Config{Namespace: "mail", Logger: slog.New(slog.DiscardHandler)})
+	check(err)
+	check(r.Start(ctx))
+	err = r.Work(ctx, queue, 1, func(_ context.Context, l *recovery.Lease) error {
+		fmt.Printf("%s\n", l.Job().Payload)
+		if string(l.Job().Payload) == "to: bob" {
+			stop()
+		}
+		return nil
+	})
+	fmt.Println(err, r.Stop(context.Background()), rdb.LLen(context.Background(), "jobs").Val())
+	// Output:
+	// to: ann
+	// to: bob
+	// <nil> <nil> 0
+}
+
+// Taking jobs without Work, from two lists: what is urgent goes first.
+func ExampleRecoverer_Fetch() {
+	server := miniredis.NewMiniRedis()
+	server.ClockTTL(true)
+	check(server.Start())
+	defer server.Close()
+	rdb := redis.NewClient(&redis.Options{Addr: server.Addr()})
+	ctx := context.Background()
+	check(rdb.LPush(ctx, "normal", "tidy up").Err())
+	check(rdb.LPush(ctx, "urgent", "fire").Err())
+
+	urgent, normal := recovery.NewListQueue("urgent"), recovery.NewListQueue("normal")
+	r, err := recovery.New(rdb, normal, recovery.Config{Namespace: "mail", Logger: slog.New(slog.DiscardHandler)})
+	check(err)
+	check(r.Start(ctx))
+	leases, err := r.Fetch(ctx, recovery.InOrder(urgent, normal), 10)
+	check(err)
+	for _, l := range leases {
+		fmt.Printf("%s: %s\n", l.Job().Queue, l.Job().Payload)
+		check(l.Done())
+	}
+	check(r.Stop(ctx))
+	// Output:
+	// urgent: fire
+	// normal: tidy up
+}

@@ -30,24 +30,27 @@ type handed struct {
 // orphan is a claimed lease on its way back.
 type orphan struct {
 	Orphan
-	lease  *claimedLease
-	err    error  // why it can't be read, or was refused
-	stored bool   // its payload lies in the PayloadStore
-	grave  string // why it must go to the dead letters, or ""
-	delay  time.Duration
-	took   time.Duration
-	fate   fate
+	lease    *claimedLease
+	err      error   // why it can't be read, or was refused
+	stored   bool    // its payload lies in the PayloadStore
+	element  element // what it was in its list, if it was fetched
+	nameless bool    // its ID is made of its contents
+	grave    string  // why it must go to the dead letters, or ""
+	delay    time.Duration
+	took     time.Duration
+	fate     fate
 }
 
 // fate is where an orphan goes.
 type fate uint8
 
 const (
-	fateEnqueue fate = iota // to the Enqueuer
-	fateBury                // to the dead letters
-	fateLater               // the claim is set to a later time
-	fateForget              // accepted: the record goes
-	fateNothing             // the claim is left to run out
+	fateEnqueue   fate = iota // to the Enqueuer
+	fateBury                  // to the dead letters
+	fateLater                 // the claim is set to a later time
+	fateForget                // accepted: the record goes
+	fateDelivered             // accepted, and the record is gone
+	fateNothing               // the claim is left to run out
 )
 
 // handBack brings every lease of a claim to an end, for now.
@@ -65,7 +68,7 @@ func (r *Recoverer) handBack(ctx context.Context, c *claim) handed {
 	}
 	var h handed
 	errs := []error{r.conclude(ctx, c, orphans, &h)} // those that need no Enqueuer
-	r.enqueueEach(ctx, c, ready, func(done []*orphan) {
+	r.offerEach(ctx, c, ready, func(done []*orphan) {
 		errs = append(errs, r.conclude(ctx, c, done, &h))
 	})
 	h.err = errors.Join(errs...)
@@ -83,7 +86,12 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 		o.grave, o.err = "record missing", errors.New("the index has the lease, but there is no record of its job")
 		return o
 	}
-	if o.Job, o.err = decodeRecord(l.record, o.Key, r.cfg.Codec); o.err != nil {
+	if isElement(l.record) {
+		if o.Job, o.element, o.nameless, o.err = r.decodeElement(l.record); o.err != nil {
+			o.grave = "element unreadable"
+			return o
+		}
+	} else if o.Job, o.err = decodeRecord(l.record, o.Key, r.cfg.Codec); o.err != nil {
 		o.grave = "record unreadable"
 		return o
 	}
@@ -110,7 +118,7 @@ func (r *Recoverer) countCrashes(ctx context.Context, now int64, orphans []*orph
 			}
 			key := r.keys.crashes(o.ID)
 			if o.Reason != Released {
-				adds[i] = p.ZAddNX(ctx, key, redis.Z{Score: float64(now), Member: o.Key})
+				adds[i] = p.ZAddNX(ctx, key, redis.Z{Score: float64(now), Member: o.crash()})
 				p.PExpire(ctx, key, r.cfg.RecoveryWindow)
 			}
 			sizes[i] = p.ZCount(ctx, key, since, "+inf")
@@ -126,7 +134,7 @@ func (r *Recoverer) countCrashes(ctx context.Context, now int64, orphans []*orph
 			err = adds[i].Err()
 		}
 		if isOOM(err) { // handing back makes room: it must not fail for a few bytes
-			n, err = countScript.Run(ctx, r.rdb, []string{r.keys.crashes(o.ID)}, o.Key, now, ms(r.cfg.RecoveryWindow)).Int64()
+			n, err = countScript.Run(ctx, r.rdb, []string{r.keys.crashes(o.ID)}, o.crash(), now, ms(r.cfg.RecoveryWindow)).Int64()
 		}
 		if err != nil && !isWrongType(err) {
 			// Not counted, not handed back: the next attempt counts it.
@@ -135,6 +143,15 @@ func (r *Recoverer) countCrashes(ctx context.Context, now int64, orphans []*orph
 		}
 		o.Recovery = max(1, int(n))
 	}
+}
+
+// crash is the name under which an orphan's crash is counted: its lease. Jobs without a name of their own share their count with all of the
+// same contents, and many of those may be in flight when one worker dies: that is one crash.
+func (o *orphan) crash() string {
+	if o.nameless && o.Reason == Crashed {
+		return o.Worker
+	}
+	return o.Key
 }
 
 // fail keeps an orphan for later, each time a little later.
@@ -183,12 +200,21 @@ func retryDelay(interval time.Duration, n int) time.Duration {
 	return doubled(interval, max(interval, 5*time.Minute), n)
 }
 
+// offerEach brings orphans to the Enqueuer and calls done, never concurrently, with those that it has answered for.
+func (r *Recoverer) offerEach(ctx context.Context, c *claim, ready []*orphan, done func([]*orphan)) {
+	switch {
+	case len(ready) == 0:
+	case r.list != nil:
+		r.deliver(ctx, c, ready)
+		done(ready)
+	default:
+		r.enqueueEach(ctx, c, ready, done)
+	}
+}
+
 // enqueueEach offers orphans to the Enqueuer and calls done, never concurrently, with those that it has answered for. It does not wait
 // for the slow ones to conclude the others.
 func (r *Recoverer) enqueueEach(ctx context.Context, c *claim, ready []*orphan, done func([]*orphan)) {
-	if len(ready) == 0 {
-		return
-	}
 	// A call must end before its claim does, or a second sweeper could offer the same orphan meanwhile.
 	start, cancel := context.WithDeadline(ctx, c.until.Add(-r.cfg.EnqueueTimeout))
 	defer cancel()
@@ -326,6 +352,9 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 		errs = append(errs, postponeScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims}, later...).Err())
 	}
 	for _, o := range orphans {
+		if o.fate == fateDelivered && o.stored {
+			r.deletePayload(ctx, o.Key)
+		}
 		r.tellFate(c, o, h)
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -343,7 +372,7 @@ func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
 	log := r.log.With("worker", o.Worker, "job", o.ID, "lease", o.Key, "queue", o.Queue, "reason", o.Reason.String(),
 		"recovery", o.Recovery, "age", age, "by", by)
 	switch o.fate {
-	case fateForget:
+	case fateForget, fateDelivered:
 		h.handedBack++
 		r.counts.handedBack.Add(1)
 		log.Info("recovery: job handed back")

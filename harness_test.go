@@ -59,6 +59,7 @@ type member struct {
 	rdb    *redis.Client
 	faults *faults
 	enq    *recorder
+	list   *ListQueue // the Enqueuer, if set
 }
 
 // inBubble runs f with fake time.
@@ -142,6 +143,16 @@ func (w *world) close() {
 	}
 }
 
+// loadScripts makes sure that a fault on a script hits the script, and not the answer that Redis does not know it.
+func (w *world) loadScripts() {
+	w.t.Helper()
+	files, err := luaFiles.ReadDir("lua")
+	require.NoError(w.t, err)
+	for _, f := range files {
+		require.NoError(w.t, w.raw.ScriptLoad(context.Background(), luaSource(strings.TrimSuffix(f.Name(), ".lua"))).Err())
+	}
+}
+
 // halt ends the loops without a word to Redis.
 func (m *member) halt() {
 	m.endSweeps()
@@ -177,6 +188,9 @@ func (w *world) make(name string, cfg Config, opts ...func(*member)) *member {
 	var enq Enqueuer = m.enq
 	if m.enq.batch {
 		enq = batchRecorder{m.enq}
+	}
+	if m.list != nil {
+		enq = m.list
 	}
 	r, err := New(m.rdb, enq, cfg)
 	require.NoError(w.t, err)
@@ -440,6 +454,7 @@ var scriptNames = map[string]string{
 	claimScript.Hash(): "claim", takeScript.Hash(): "take", postponeScript.Hash(): "postpone", forgetScript.Hash(): "forget",
 	leaveScript.Hash(): "leave", lockScript.Hash(): "lock", unlockScript.Hash(): "unlock", buryScript.Hash(): "bury",
 	countScript.Hash(): "count", untakeScript.Hash(): "untake", exhumeScript.Hash(): "exhume", checkpointScript.Hash(): "checkpoint",
+	fetchScript.Hash(): "fetch", deliverScript.Hash(): "deliver",
 }
 
 // nameOf is the script's stem, or the command's name.

@@ -116,7 +116,7 @@ func (h *heartbeater) beatOnce(ctx context.Context) error {
 		}
 		return h.rejoin(ctx, inc, nil)
 	}
-	before, acked, began := inc.count(nil), inc.lanesAcked(), time.Now()
+	before, acked, began := inc.count(nil), inc.acked(), time.Now()
 	answer, err := h.send(ctx, inc)
 	if isWrongType(err) {
 		h.abandon(inc, "a key of this worker has a wrong type")
@@ -129,6 +129,7 @@ func (h *heartbeater) beatOnce(ctx context.Context) error {
 		h.trust(began)
 		inc.kick()
 		h.kickOld()
+		h.r.settleFetchSoon(inc)
 		return h.audit(ctx, inc, answer, acked, before, inc.count(nil))
 	case sessionFenced:
 		return h.fenced(ctx, inc)
@@ -154,23 +155,27 @@ func (h *heartbeater) send(ctx context.Context, inc *incarnation) ([]int64, erro
 	args := []any{ms(r.tm.beatTTL), ms(r.tm.retention), r.State().String(), laneCount}
 	answer, err := bounded(ctx, r.group, h.limit(), func(ctx context.Context) ([]int64, error) {
 		var beat *redis.Cmd
-		_, err := r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+		var entry *redis.IntCmd
+		_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 			beat = beatScript.EvalSha(ctx, p, keys, args...)
-			p.SAdd(ctx, r.keys.workers(), inc.id)
+			entry = p.SAdd(ctx, r.keys.workers(), inc.id)
+			if queues := r.waits.entries(time.Now()); len(queues) > 0 {
+				p.ZAdd(ctx, r.keys.queues(), queues...)
+			}
 			return nil
 		})
 		if isNoScript(beat.Err()) {
-			beat, err = beatScript.Eval(ctx, r.rdb, keys, args...), nil
+			beat = beatScript.Eval(ctx, r.rdb, keys, args...)
 		}
 		answer, beatErr := beat.Int64Slice()
-		if beatErr == nil && err != nil {
+		if err := entry.Err(); beatErr == nil && err != nil {
 			// Live, but perhaps not registered.
 			r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
 			r.healRegistry(ctx, inc, err)
 		}
 		return answer, beatErr
 	})
-	if err == nil && (len(answer) == 0 || answer[0] == sessionLive && len(answer) != 3+laneCount) {
+	if err == nil && (len(answer) == 0 || answer[0] == sessionLive && len(answer) != 3+laneCount+1) {
 		err = fmt.Errorf("script answered %d values", len(answer))
 	}
 	return answer, err

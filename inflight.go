@@ -16,8 +16,10 @@ type incarnation struct {
 	id       string
 	keys     workerKeys
 	replaced chan struct{} // closed when the next incarnation is there
+	ended    chan struct{} // closed when no lease can become active any more
 	*committer
 
+	fetches   fetches
 	abandoned atomic.Bool // given up by this worker itself: it must not beat again
 
 	mu     sync.Mutex // guards what follows; no call to Redis is made under it
@@ -27,9 +29,10 @@ type incarnation struct {
 	tally  tally
 }
 
-// tally bounds how many leases Redis must have of this incarnation, without stopping anybody. All four only grow.
+// tally bounds how many leases Redis must have of this incarnation, without stopping anybody. They only grow, except that sent is corrected
+// when a Fetch that might have taken many has taken few.
 type tally struct {
-	sent, acked         int64 // leases of Track: sent to Redis, confirmed by it
+	sent, acked         int64 // leases of Track and Fetch: perhaps in Redis, certainly in Redis
 	doneSent, doneAcked int64 // leases that leave the index
 }
 
@@ -42,6 +45,8 @@ func newIncarnation(id string, keys workerKeys, c *committer) *incarnation {
 	inc := &incarnation{
 		id: id, keys: keys, committer: c,
 		replaced: make(chan struct{}),
+		ended:    make(chan struct{}),
+		fetches:  fetches{turn: make(chan struct{}, 1)},
 		leases:   make(map[string]*Lease),
 	}
 	c.inc = inc
@@ -68,7 +73,7 @@ func (i *incarnation) adopt(l *Lease) bool {
 	if l.state != leaseActive {
 		return false
 	}
-	l.home, l.member, l.again, l.lane = i, l.id, nil, nil
+	l.home, l.member, l.again, l.lane, l.fetch = i, l.id, nil, nil, 0
 	i.leases[l.member] = l
 	i.tally.sent++
 	i.tally.acked++
@@ -109,6 +114,7 @@ func (i *incarnation) close(why error) []*Lease {
 	defer i.mu.Unlock()
 	if i.over == nil {
 		i.over = why
+		close(i.ended)
 	}
 	return i.list((*Lease).isHeld)
 }

@@ -11,6 +11,8 @@ const schema = "recovery:1:"
 //	workers       SET         join, every beat     never              retire (entry by entry)
 //	workers-damaged any       a beat               never              nobody: it is evidence
 //	gc            STRING      whoever sweeps       GCLockTTL          Stop of the holder
+//	queues        ZSET        Fetch, every beat    never              a sweep, when nobody has fetched for InflightTTL
+//	arrived:queue LIST        a waiting Fetch      never              empties itself
 //	W:session     HASH        join, commit, claim  InflightTTL        nobody: it must outlive a zombie
 //	W:beat        STRING      join, beat           OrphanThreshold/2  leave
 //	W:suspect     STRING      claim                a few looks        beat, leave
@@ -51,6 +53,7 @@ func (k keyspace) alone(name string) string {
 func (k keyspace) workers() string   { return k.alone("workers") }
 func (k keyspace) aside() string     { return k.alone("workers-damaged") }
 func (k keyspace) gc() string        { return k.alone("gc") }
+func (k keyspace) queues() string    { return k.alone("queues") }
 func (k keyspace) deadIndex() string { return k.under("dead", "index") }
 func (k keyspace) deadJobs() string  { return k.under("dead", "jobs") }
 
@@ -59,6 +62,21 @@ func (k keyspace) crashes(jobID string) string {
 		return k.prefix + "crashes:{" + jobID + "}"
 	}
 	return k.prefix + "{" + k.tag + "}:crashes:" + jobID
+}
+
+// arrived is the list into which an element is moved to wake a waiting Fetch. It lies in the queue's slot, and is part of the queue.
+func (k keyspace) arrived(queue string) string {
+	return k.prefix + "{" + hashTagOf(queue) + "}:arrived:" + queue
+}
+
+// hashTagOf is the part of a key that decides on its slot.
+func hashTagOf(key string) string {
+	if _, rest, ok := strings.Cut(key, "{"); ok {
+		if tag, _, ok := strings.Cut(rest, "}"); ok && tag != "" {
+			return tag
+		}
+	}
+	return key
 }
 
 // workerKeys are the keys of one incarnation.

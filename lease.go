@@ -58,6 +58,7 @@ type Lease struct {
 	home   *incarnation
 	member string // the lease's name inside of home
 	start  int64  // us, Redis' clock
+	fetch  uint64 // number of the Fetch of home that took it from its list, or 0
 	fin    *op    // Done's write, while finishing
 	again  *op    // the write that tracks it again, until Redis has answered it
 	lane   *lane  // that owes again, once its outcome is unknown
@@ -67,6 +68,7 @@ type Lease struct {
 
 	released   chan struct{} // closed when releasing has ended
 	taken      bool          // moved into the claims by this worker
+	homeless   bool          // Redis lost it while it was being given up
 	handed     bool          // its worker has tried to hand it back
 	saving     chan struct{} // of capacity 1: held by the Checkpoint at work
 	timeout    *time.Timer
@@ -115,7 +117,7 @@ func (l *Lease) Context() context.Context {
 // A nil answer is true for at least the time that is left of OrphanThreshold since the worker's last beat.
 func (l *Lease) Confirm(ctx context.Context) error {
 	l.lockSettled()
-	home, member, state := l.home, l.member, l.state
+	at, state := spot{l.home, l.member, l.fetch}, l.state
 	l.mu.Unlock()
 	switch state {
 	case leaseLost, leaseGiving:
@@ -123,7 +125,7 @@ func (l *Lease) Confirm(ctx context.Context) error {
 	case leaseFinished, leaseFinishing:
 		return fmt.Errorf("confirm job %q: already done", l.job.ID)
 	}
-	session, places, err := l.r.where(ctx, home, []string{member})
+	session, places, err := l.r.where(ctx, at.home, at)
 	switch {
 	case err != nil:
 		return fmt.Errorf("confirm job %q: %w", l.job.ID, err)
@@ -233,11 +235,11 @@ func (l *Lease) lose() bool {
 // an audit must not take its record for a stray.
 func (l *Lease) give() bool {
 	l.lockSettled()
-	return l.giveLocked(leaseActive)
+	return l.giveLocked(leaseActive, true)
 }
 
-// giveLocked is give for a lease in state from. It unlocks l.mu.
-func (l *Lease) giveLocked(from leaseState) bool {
+// giveLocked is give for a lease in state from. It unlocks l.mu. loud: there is a holder who loses something.
+func (l *Lease) giveLocked(from leaseState, loud bool) bool {
 	if l.state != from {
 		l.mu.Unlock()
 		return false
@@ -250,7 +252,9 @@ func (l *Lease) giveLocked(from leaseState) bool {
 		cancel(ErrLost)
 	}
 	l.r.ended(1)
-	l.r.noteLost(l)
+	if loud {
+		l.r.noteLost(l)
+	}
 	return true
 }
 
@@ -334,15 +338,30 @@ func (l *Lease) checkpointFields() []any {
 	return []any{l.member + checkpointField, l.checkpoint, l.member + numberField, l.saved}
 }
 
-// place is where Redis has the lease, and whether this worker moved it into the claims.
-func (l *Lease) place() (home *incarnation, member string, taken bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.home, l.member, l.taken
+// spot is where a lease should be in Redis.
+type spot struct {
+	home   *incarnation
+	member string
+	fetch  uint64 // number of the Fetch that took it from its list, or 0
 }
 
-func (l *Lease) setTaken(taken bool) {
+func spots(leases []*Lease) []spot {
+	all := make([]spot, len(leases))
+	for i, l := range leases {
+		all[i], _ = l.place()
+	}
+	return all
+}
+
+// place is where Redis has the lease, and whether this worker moved it into the claims.
+func (l *Lease) place() (at spot, taken bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.taken = taken
+	return spot{l.home, l.member, l.fetch}, l.taken
+}
+
+func (l *Lease) setTaken(taken, homeless bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.taken, l.homeless = taken, homeless
 }

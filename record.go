@@ -21,10 +21,19 @@ import (
 //	         the checkpoint; then the payload to the end, or nothing if it lies in the PayloadStore under the lease's ID
 //
 // ID and queue stay readable in a sealed record, so that a record which can't be opened can still be named to a person.
+//
+// A job that Fetch took from a list is kept as it was found there. With flagElement there is no more than
+//
+//	byte     recordVersion
+//	byte     flagElement
+//	string   key of the list
+//	byte     the end from which it is consumed: L or R
+//	bytes    the element, to the end
 const (
 	recordVersion = 1
 	flagSealed    = 1 << 0
 	flagStored    = 1 << 1
+	flagElement   = 1 << 2
 )
 
 var errTruncated = errors.New("record is cut short")
@@ -94,6 +103,10 @@ func decodeRecord(raw []byte, lease string, codec Codec) (job Job, err error) {
 		return job, fmt.Errorf("record has version %d, this program knows %d", raw[0], recordVersion)
 	}
 	flags := raw[1]
+	if flags == flagElement {
+		e, err := parseElement(raw)
+		return e.job(), err
+	}
 	if flags&^(flagSealed|flagStored) != 0 {
 		return job, fmt.Errorf("record has unknown flags %#x", flags)
 	}

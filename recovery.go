@@ -39,6 +39,7 @@ type Recoverer struct {
 	rdb   redis.UniversalClient
 	enq   Enqueuer
 	batch BatchEnqueuer // enq, if it is one
+	list  *ListQueue    // enq, if it is one
 	cfg   Config
 	tm    timing
 	keys  keyspace
@@ -56,13 +57,18 @@ type Recoverer struct {
 	sweeps     context.Context // ends when sweeping stops
 	endSweeps  context.CancelFunc
 	stopping   chan struct{} // of capacity 1: held by the Stop call at work
+	draining   chan struct{} // closed when no new jobs are taken
 	sweepEnded chan struct{}
 	heartEnded chan struct{}
 
 	counts   counters
 	current  atomic.Pointer[incarnation]
 	accepted acceptedKeys
+	known    sync.Map    // lists by key: *ListQueue
+	fetching sync.Map    // lists that this worker has waited for: entries of the registry of queues
 	owes     atomic.Bool // leases that this worker gave up wait in its own claims
+	apart    atomic.Bool // the list is known to be in another slot than the workers
+	waits    *waits
 
 	mu       sync.Mutex // guards what follows
 	state    State
@@ -83,6 +89,11 @@ func New(rdb redis.UniversalClient, enq Enqueuer, cfg Config) (*Recoverer, error
 	if isNil(enq) {
 		problems = append(problems, fmt.Errorf("%w: enq is nil: an Enqueuer is needed to give jobs back", ErrInvalidConfig))
 	}
+	if q, ok := enq.(*ListQueue); ok && q != nil {
+		if err := q.problem(); err != nil {
+			problems = append(problems, fmt.Errorf("%w: enq: %w", ErrInvalidConfig, err))
+		}
+	}
 	if err := errors.Join(append(problems, cfg.validate())...); err != nil {
 		return nil, err
 	}
@@ -92,10 +103,16 @@ func New(rdb redis.UniversalClient, enq Enqueuer, cfg Config) (*Recoverer, error
 		group:      &group{},
 		slots:      make(chan struct{}, cfg.EnqueueConcurrency),
 		stopping:   make(chan struct{}, 1),
+		draining:   make(chan struct{}),
 		sweepEnded: make(chan struct{}),
 		heartEnded: make(chan struct{}),
 	}
 	r.batch, _ = enq.(BatchEnqueuer)
+	if r.list, _ = enq.(*ListQueue); r.list != nil {
+		r.list.rdb.CompareAndSwap(nil, &r.rdb)
+		r.known.Store(r.list.key, r.list)
+	}
+	r.waits = newWaits(r)
 	r.life, r.endLife = context.WithCancel(context.Background())
 	r.hard, r.endHard = context.WithCancel(context.Background())
 	r.sweeps, r.endSweeps = context.WithCancel(context.Background())
@@ -115,6 +132,9 @@ func (r *Recoverer) Start(ctx context.Context) error {
 	inc, err := bounded(ctx, r.group, 2*r.tm.call, r.join)
 	if err = r.endStart(inc, began, err); err != nil {
 		return fmt.Errorf("recovery: start: %w", err)
+	}
+	if r.list != nil && !r.together(r.list.key) {
+		r.tellApart()
 	}
 	r.log.Info("recovery: started", "worker", inc.id, "namespace", r.cfg.Namespace, "heartbeat", r.cfg.HeartbeatInterval,
 		"orphan_threshold", r.cfg.OrphanThreshold)
@@ -170,8 +190,15 @@ func (r *Recoverer) warnOfEviction(ctx context.Context) {
 func (r *Recoverer) Quiet() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.drainLocked()
+}
+
+// drainLocked ends the taking of new jobs. r.mu is held.
+func (r *Recoverer) drainLocked() {
 	if r.state == StateRunning {
 		r.state = StateDraining
+		close(r.draining)
+		r.group.spawn(r.waits.close)
 	}
 }
 

@@ -111,7 +111,7 @@ func (l *Lease) Release() error {
 	case releasePending:
 		l.r.keepGiveUp(giveUp{lease: l, reason: Released})
 		l.mu.Lock()
-		l.giveLocked(leaseReleasing)
+		l.giveLocked(leaseReleasing, true)
 	case releaseGone:
 		l.end(ErrLost, leaseReleasing)
 		l.r.noteLost(l)
@@ -149,10 +149,14 @@ func (r *Recoverer) release(l *Lease) (releaseOutcome, error) {
 	o := r.decode(c, &c.leases[0])
 	r.countCrashes(r.hard, c.now, []*orphan{o})
 	if o.fate == fateEnqueue && o.grave == "" {
-		r.offer(o)
+		if r.list != nil {
+			r.deliver(r.hard, c, []*orphan{o})
+		} else {
+			r.offer(o)
+		}
 	}
 	switch {
-	case o.fate == fateForget:
+	case o.fate == fateForget, o.fate == fateDelivered:
 		l.home.count(func(t *tally) { t.doneAcked++ })
 		if err := r.conclude(r.hard, c, []*orphan{o}, &handed{}); err != nil {
 			r.owes.Store(true) // the Enqueuer has it, but its record is still there

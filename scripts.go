@@ -31,6 +31,8 @@ var (
 	countScript    = loadScript("count")
 	untakeScript   = loadScript("untake")
 	exhumeScript   = loadScript("exhume")
+	fetchScript    = loadScript("fetch")
+	deliverScript  = loadScript("deliver")
 
 	checkpointScript = loadScript("checkpoint")
 )
@@ -60,6 +62,10 @@ const (
 	placeHanded   = 3
 	placeNoRecord = 4
 	placeNoIndex  = 5 // damage; a sweep that finds it hands it back
+
+	// placeQueued is not an answer, but what follows from one: the Fetch that took the lease is not in Redis. A failover undid it, and the job
+	// is in its list again.
+	placeQueued = 6
 )
 
 func isNoScript(err error) bool {

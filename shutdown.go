@@ -65,9 +65,8 @@ func (r *Recoverer) beginStop() (done bool) {
 		r.endLife()
 		r.endHard()
 		return true
-	case StateRunning:
-		r.state = StateDraining
 	}
+	r.drainLocked()
 	return false
 }
 

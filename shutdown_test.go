@@ -244,6 +244,7 @@ func TestDo(t *testing.T) {
 		require.ErrorIs(t, err, boom)
 		require.ErrorIs(t, err, ErrLost)
 		assert.EqualValues(t, 2, m.Stats().Done)
+		synctest.Wait() // it is counted after the holder was told
 		assert.EqualValues(t, 1, m.Stats().Lost)
 	})
 }

@@ -126,24 +126,26 @@ func (r *Recoverer) handOver(ctx context.Context, g giveUp) (int, error) {
 
 // takeOut moves the lease from the index into the claims. It answers the lease's start, or 0 if somebody else has it.
 func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
-	home, member, taken := g.lease.place()
+	at, taken := g.lease.place()
+	home := at.home
 	if !taken { // once: from then on it waits in the claims, for as long as they say
 		start, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
-			return r.take(ctx, home, member, g.reason)
+			return r.take(ctx, home, at.member, g.reason)
 		})
 		if err != nil || start > 0 {
-			g.lease.setTaken(start > 0)
+			g.lease.setTaken(start > 0, false)
 			return start, err
 		}
 	}
-	_, places, err := r.where(ctx, home, []string{member})
+	_, places, err := r.where(ctx, home, at)
 	switch {
 	case err != nil:
 		return 0, err
 	case places[0] == placeUnknown, places[0] == placeNoIndex && !home.closed():
+		g.lease.setTaken(taken, true)
 		return g.lease.Fence(), nil // Redis lost it: this process has the only copy
 	case places[0] == placeTracked, places[0] == placeNoRecord:
-		g.lease.setTaken(false)
+		g.lease.setTaken(false, false)
 		return 0, errors.New("it was tracked again meanwhile")
 	case places[0] == placeClaimed && home == r.current.Load() && !home.closed():
 		return 0, errInClaims // our own claims, which our sweeps look after
@@ -158,7 +160,8 @@ func (r *Recoverer) ownClaim(g giveUp, start int64) *claim {
 	l := g.lease
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	lease := claimedLease{member: l.member, start: start, reason: g.reason, waited: l.handed, record: l.record, checkpoint: l.checkpoint}
+	lease := claimedLease{member: l.member, start: start, reason: g.reason, waited: l.handed, homeless: l.homeless,
+		record: l.record, checkpoint: l.checkpoint}
 	l.handed = true
 	return &claim{worker: l.home.id, keys: l.home.keys, until: now.Add(r.tm.claimTTL), now: now.UnixMilli(), leases: []claimedLease{lease}}
 }

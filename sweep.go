@@ -204,6 +204,7 @@ func (p *pass) everybody() {
 	if err := p.r.scan(p.ctx, p.lookAt); err != nil {
 		p.fail(err)
 	}
+	p.arrivals()
 }
 
 // due looks at the watched workers whose time has come, and goes on watching the others.

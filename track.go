@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 )
 
 // Track records that this worker runs job. When it returns nil error, the job ends in exactly one of: Done, the
@@ -62,17 +61,8 @@ func (r *Recoverer) trackLive(ctx context.Context, jobs []Job) ([]*Lease, error)
 		if !errors.As(err, &over) || attempt > 1 {
 			return leases, err
 		}
-		r.heart.kick()
-		overdue := time.NewTimer(r.tm.call)
-		defer overdue.Stop()
-		select {
-		case <-inc.replaced:
-		case <-overdue.C:
-			return nil, fmt.Errorf("the worker could not rejoin within %v: %w", r.tm.call, err)
-		case <-ctx.Done():
-			return nil, fmt.Errorf("%w while the worker rejoins: %w", ctx.Err(), err)
-		case <-r.life.Done():
-			return nil, ErrNotRunning
+		if err := r.awaitRejoin(ctx, inc, err); err != nil {
+			return nil, err
 		}
 	}
 }

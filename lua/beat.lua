@@ -8,7 +8,7 @@
 -- ARGV[2] retention, ms; 0 for ever
 -- ARGV[3] running or draining, for people
 -- ARGV[4] number of lanes
--- Returns {1, leases in the index, fields in jobs, last batch of lane 0, 1, ...}; {0} fenced; {-1} session absent.
+-- Returns {1, leases in the index, fields in jobs, last batch of lane 0, 1, ..., last fetch}; {0} fenced; {-1} session absent.
 -- Atomic: a beat must never be set, nor a suspicion cleared, for a session that was just fenced.
 -- Twice: sets the same again.
 local session, beat, suspect, inflight, jobs = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -18,6 +18,7 @@ local fields = {"state"}
 for lane = 0, lanes - 1 do
   fields[#fields + 1] = "lane" .. lane
 end
+fields[#fields + 1] = "fetch"
 local s = redis.call("HMGET", session, unpack(fields))
 if s[1] ~= "live" then
   return {s[1] and 0 or -1}
@@ -31,7 +32,7 @@ if retention > 0 then
   redis.call("PEXPIRE", jobs, retention)
 end
 local answer = {1, leases, records}
-for lane = 1, lanes do
+for lane = 1, lanes + 1 do
   answer[#answer + 1] = tonumber(s[lane + 1] or 0)
 end
 return answer

@@ -14,7 +14,7 @@ local state = redis.call("HGET", session, "state")
 if state then
   return state == "live" and 1 or 0
 end
-redis.call("HSET", session, "state", "live", "info", info)
+redis.call("HSET", session, "state", "live", "info", info, "fetch", 0)
 redis.call("SET", beat, "running", "PX", beat_ttl)
 if retention > 0 then
   redis.call("PEXPIRE", session, retention)

@@ -5,14 +5,15 @@
 -- KEYS[4] claims   ZSET
 -- KEYS[5] handed   SET
 -- ARGV    leases
--- Returns {state, place...}: state 1 live, 0 fenced, -1 absent; place of each lease 1 tracked, 2 claimed, 3 handed back,
+-- Returns {state, fetch, place...}: state 1 live, 0 fenced, -1 absent; fetch the number of the last fetch, -1 if that is not known; place of each lease 1 tracked, 2 claimed, 3 handed back,
 -- 4 tracked but without a record, 5 a record without an index, 0 unknown.
 -- Atomic: a lease moves from place to place; read one by one it could seem to be nowhere.
 -- Twice: writes nothing.
 local session, inflight, jobs, claims, handed = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
-local state = redis.call("HGET", session, "state")
-local answer = {state == "live" and 1 or (state and 0 or -1)}
+local s = redis.call("HMGET", session, "state", "fetch")
+local state = s[1]
+local answer = {state == "live" and 1 or (state and 0 or -1), tonumber(s[2] or -1)}
 for _, id in ipairs(ARGV) do
   local place = 0
   if redis.call("ZSCORE", inflight, id) then

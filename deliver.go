@@ -1,0 +1,222 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// Handing back into a list. Where the list lies in the slot of the dead worker, one script pushes the job and forgets the lease, so that
+// there is no moment at which a sweeper could die between the two: exactly once. Elsewhere it is pushed first and forgotten after, as by any
+// Enqueuer.
+
+// parcel is a job on its way into a list.
+type parcel struct {
+	list    string
+	push    string // LPUSH or RPUSH
+	element []byte
+	at      int // > 0: the element is the record from here on, counted from 1, and Redis has it
+}
+
+// deliver brings orphans into their lists, and decides on their fate.
+func (r *Recoverer) deliver(ctx context.Context, c *claim, ready []*orphan) {
+	ready = slices.DeleteFunc(slices.Clone(ready), func(o *orphan) bool { return !r.loadPayload(o) })
+	parcels := make([]parcel, 0, len(ready))
+	ready = slices.DeleteFunc(ready, func(o *orphan) bool {
+		o.lease.waited = true
+		p, err := r.pack(o)
+		if err != nil {
+			r.judge(o, err)
+			return true
+		}
+		parcels = append(parcels, p)
+		return false
+	})
+	if len(ready) == 0 {
+		return
+	}
+	ctx, cancel := r.limit(context.WithoutCancel(ctx)) // a step that was begun is taken to its end
+	defer cancel()
+	if err := r.list.announce(ctx, r.rdb); err != nil {
+		for _, o := range ready {
+			r.judge(o, err)
+		}
+		return
+	}
+	if r.together(parcels[0].list) {
+		err := r.deliverAtOnce(ctx, c, ready, parcels)
+		if !redis.HasErrorPrefix(err, "CROSSSLOT") {
+			return
+		}
+		r.tellApart()
+	}
+	for i, err := range pushEach(ctx, r.rdb, parcels, make([]error, len(parcels))) {
+		r.judge(ready[i], err)
+	}
+}
+
+// pack says where an orphan goes, and as what.
+func (r *Recoverer) pack(o *orphan) (parcel, error) {
+	if o.element.queue != "" { // as it was found
+		return parcel{list: o.element.queue, push: r.list.pushTo(o.element.side), element: o.element.bytes, at: o.element.at + 1}, nil
+	}
+	p := parcel{list: r.list.key, push: r.list.pushTo(r.list.side)}
+	var err error
+	if p.element, err = r.list.encode(o.Orphan); err != nil {
+		return p, err
+	}
+	// The default format writes the payload, which is the end of the record: no need to send it.
+	if _, plain := r.list.format.(payloadFormat); plain && !o.stored && o.lease.record[1]&flagSealed == 0 {
+		p.at = len(o.lease.record) - len(p.element) + 1
+	}
+	return p, nil
+}
+
+// deliverAtOnce runs the script for the leases of one claim.
+func (r *Recoverer) deliverAtOnce(ctx context.Context, c *claim, orphans []*orphan, parcels []parcel) error {
+	members, lost := make([]string, len(orphans)), make([]bool, len(orphans))
+	for i, o := range orphans {
+		members[i], lost[i] = o.lease.member, o.lease.homeless
+	}
+	outcomes, err := r.runDeliver(ctx, c.keys, false, members, lost, parcels)
+	if redis.HasErrorPrefix(err, "CROSSSLOT") {
+		return err
+	}
+	for i, o := range orphans {
+		switch {
+		case err != nil:
+			r.judge(o, err) // unknown. Tried again later; if it was pushed, that finds nothing to do
+		case outcomes[i].err != nil:
+			r.judge(o, outcomes[i].err)
+		case outcomes[i].gone:
+			o.fate = fateNothing // somebody saw to it
+		default:
+			o.fate = fateDelivered
+		}
+	}
+	return nil
+}
+
+// delivery is what deliver.lua answered for one lease.
+type delivery struct {
+	gone bool // there is no such lease
+	err  error
+}
+
+// runDeliver runs deliver.lua. own is for leases that this worker holds.
+func (r *Recoverer) runDeliver(ctx context.Context, k workerKeys, own bool, members []string, lost []bool, parcels []parcel) ([]delivery, error) {
+	keys := []string{k.inflight, k.jobs, k.claims, k.handed}
+	flag := 0
+	if own {
+		flag = 1
+	}
+	args := []any{ms(r.tm.tombstone), flag}
+	for n := range slices.Backward(parcels) { // the first shall be the last one pushed, and the next one taken
+		p := parcels[n]
+		list := slices.Index(keys[4:], p.list)
+		if list < 0 {
+			list = len(keys) - 4
+			keys = append(keys, p.list)
+		}
+		args = append(args, members[n], list+1, p.push)
+		switch {
+		case lost != nil && lost[n]:
+			args = append(args, "lost", p.element)
+		case p.at > 0:
+			args = append(args, "at", p.at)
+		default:
+			args = append(args, "is", p.element)
+		}
+	}
+	a, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (*replies, error) {
+		cmd, err := r.runReplicated(ctx, deliverScript, keys, args...)
+		if err != nil {
+			return nil, err
+		}
+		return answerOf(cmd)
+	})
+	if err != nil {
+		return nil, err
+	}
+	answers := make([]delivery, len(parcels))
+	for n := range slices.Backward(parcels) {
+		switch v := a.next().(type) {
+		case int64:
+			answers[n].gone = v == 0
+		case string:
+			answers[n].err = fmt.Errorf("push to list %q: %s", parcels[n].list, v)
+		default:
+			a.err = errors.Join(a.err, fmt.Errorf("script answered %T", v))
+		}
+	}
+	return answers, a.err
+}
+
+// together reports whether a list lies in the slot of every worker, so that one script can see both.
+func (r *Recoverer) together(list string) bool {
+	if r.apart.Load() {
+		return false
+	}
+	if _, cluster := r.rdb.(*redis.ClusterClient); !cluster {
+		return true
+	}
+	return r.cfg.HashTag != "" && hashTagOf(list) == r.cfg.HashTag
+}
+
+// tellApart says, once, that hand-back into the list is not atomic.
+func (r *Recoverer) tellApart() {
+	if r.apart.Swap(true) {
+		return
+	}
+	r.log.Warn("recovery: the list is not in the workers' slot: jobs are handed back at least once, not exactly once; "+
+		"give the list's key a hash tag, and set Config.HashTag to it", "list", r.list.key, "hash_tag", r.cfg.HashTag)
+}
+
+// unfetch puts fetched jobs that nobody has begun back to where they were, first in line. What can't be put back now is given up, and
+// handed back like anything that this worker gives up.
+func (r *Recoverer) unfetch(ctx context.Context, leases []*Lease) {
+	var given []giveUp
+	for _, l := range leases {
+		l.lockSettled()
+		if l.giveLocked(leaseActive, false) {
+			l.home.count(func(t *tally) { t.doneSent++ })
+			g := giveUp{lease: l, reason: Released}
+			r.keepGiveUp(g)
+			given = append(given, g)
+		}
+	}
+	for page := range slices.Chunk(given, claimLeases) {
+		if err := r.putBack(ctx, page); err != nil {
+			r.log.Error("recovery: could not put fetched jobs back, will try again", "worker", r.WorkerID(), "jobs", len(page), "err", err)
+		}
+	}
+}
+
+// putBack runs the script for leases of one incarnation.
+func (r *Recoverer) putBack(ctx context.Context, page []giveUp) error {
+	home := page[0].lease.home
+	members, parcels := make([]string, len(page)), make([]parcel, len(page))
+	for i, g := range page {
+		e, err := parseElement(g.lease.record)
+		if err != nil {
+			return err
+		}
+		members[i] = g.lease.member
+		parcels[i] = parcel{list: e.queue, push: (&ListQueue{}).pushTo(e.side), at: e.at + 1}
+	}
+	outcomes, err := r.runDeliver(context.WithoutCancel(ctx), home.keys, true, members, nil, parcels)
+	if err != nil {
+		return err
+	}
+	for i, g := range page {
+		if outcomes[i].err == nil && !outcomes[i].gone {
+			r.settled(g)
+		} else {
+			err = errors.Join(err, outcomes[i].err)
+		}
+	}
+	return err
+}

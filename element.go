@@ -1,0 +1,93 @@
+package recovery
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"math"
+)
+
+// element is what Fetch took from a list: see record.go for how it is kept.
+type element struct {
+	queue string // the list's key
+	side  string // left or right: the end from which it is consumed
+	bytes []byte
+	at    int // where bytes begin in the record
+}
+
+const (
+	left  = "LEFT"
+	right = "RIGHT"
+)
+
+// elementHeader is what the record of every element of a list begins with.
+func elementHeader(queue, side string) []byte {
+	return append(appendString([]byte{recordVersion, flagElement}, queue), side[0])
+}
+
+// isElement reports whether a record is an element of a list, as it was found there.
+func isElement(raw []byte) bool {
+	return len(raw) >= 2 && raw[0] == recordVersion && raw[1] == flagElement
+}
+
+func parseElement(raw []byte) (element, error) {
+	d := decoder{rest: raw[2:]}
+	e := element{queue: d.string()}
+	if d.err != nil || len(d.rest) == 0 {
+		return element{}, errTruncated
+	}
+	switch d.rest[0] {
+	case left[0]:
+		e.side = left
+	case right[0]:
+		e.side = right
+	default:
+		return element{}, fmt.Errorf("record has an unknown end of a list, %q", d.rest[0])
+	}
+	e.at = len(raw) - len(d.rest) + 1
+	e.bytes = append([]byte{}, d.rest[1:]...)
+	return e, nil
+}
+
+// job is an element without a format: the payload itself, named by its contents.
+func (e *element) job() Job {
+	if e.queue == "" {
+		return Job{}
+	}
+	return Job{ID: contentID(e.bytes), Queue: e.queue, Payload: e.bytes}
+}
+
+// contentID names a job that has no name of its own: equal payloads, equal names. Its leases still differ.
+func contentID(payload []byte) string {
+	sum := sha256.Sum256(payload)
+	return "sha256:" + hex.EncodeToString(sum[:16])
+}
+
+// decodeElement reads a fetched record by the format of its list, if this worker knows it. nameless: the element has no name of its own.
+func (r *Recoverer) decodeElement(raw []byte) (job Job, e element, nameless bool, err error) {
+	if e, err = parseElement(raw); err != nil {
+		return Job{}, e, false, err
+	}
+	plain := e.job()
+	q := r.knownList(e.queue)
+	if q == nil {
+		return plain, e, true, nil
+	}
+	perr := guard(func() { job, err = q.format.Decode(e.bytes) })
+	if err = errors.Join(err, perr); err != nil {
+		return plain, e, true, fmt.Errorf("element of %q can't be decoded: %w", e.queue, err)
+	}
+	if job.Queue == "" {
+		job.Queue = plain.Queue
+	}
+	if nameless = job.ID == ""; nameless {
+		job.ID = plain.ID
+	}
+	limits := r.cfg
+	limits.MaxPayload = math.MaxInt // it is in Redis already
+	if err = job.validate(&limits); err != nil {
+		return plain, e, true, fmt.Errorf("element of %q is not a job: %w", e.queue, err)
+	}
+	return job, e, nameless, nil
+}

@@ -1,0 +1,187 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Work takes jobs from src and runs handler for each, up to concurrency at a time, until ctx ends or the Recoverer drains (Quiet, Stop). Then
+// it takes no more, puts back what it had fetched and not begun, waits for the handlers that run, and returns nil. It returns an error
+// at once if an argument is wrong or the Recoverer is not running; later errors it logs, and goes on.
+//
+// handler's ctx is the lease's: it is cancelled when the job is lost, and when Stop gives up waiting, but not when ctx ends. After handler has
+// returned, the lease is Done, whatever it returned: an error is logged, and whether the job shall be tried again is handler's to
+// say, by l.Release or by a queue of its own. A handler that called Done or Release itself is left in peace. If it panics, the job is handed
+// back with Reason Panicked, counted, and Work goes on.
+//
+// If handlers are fast, Work fetches ahead as many jobs as run; if they are slow, none: those would wait here while a peer is idle.
+func (r *Recoverer) Work(ctx context.Context, src Source, concurrency int, handler func(ctx context.Context, l *Lease) error) error {
+	lists, err := r.lists(src)
+	if err == nil && concurrency < 1 {
+		err = fmt.Errorf("%w: concurrency is %d, at least 1", ErrInvalidConfig, concurrency)
+	}
+	if err == nil && handler == nil {
+		err = fmt.Errorf("%w: handler is nil", ErrInvalidConfig)
+	}
+	if s := r.State(); err == nil && s != StateRunning {
+		err = fmt.Errorf("%w: state is %v", ErrNotRunning, s)
+	}
+	if err != nil {
+		return fmt.Errorf("work: %w", err)
+	}
+	p := &pool{r: r, lists: lists, places: concurrency, handler: handler,
+		fetched: make(chan *Lease, 2*concurrency), freed: make(chan struct{}, 1)}
+	for range concurrency {
+		p.handlers.Add(1)
+		r.detach(func() { defer p.handlers.Done(); p.handle() })
+	}
+	p.feed(ctx)
+	p.end()
+	return nil
+}
+
+// pool is one call of Work.
+type pool struct {
+	r       *Recoverer
+	lists   []*ListQueue
+	places  int
+	handler func(context.Context, *Lease) error
+
+	fetched  chan *Lease
+	freed    chan struct{} // of capacity 1: a job has ended
+	held     atomic.Int64  // fetched and not ended
+	took     atomic.Int64  // ns, moving average of the handler's time; 0 before the first
+	handlers sync.WaitGroup
+}
+
+// aheadBelow is how fast handlers must be for Work to fetch ahead.
+const aheadBelow = 20 * time.Millisecond
+
+// feed fetches until ctx ends or the Recoverer drains.
+func (p *pool) feed(ctx context.Context) {
+	failed := 0
+	for {
+		want := p.room()
+		if want == 0 {
+			select {
+			case <-p.freed:
+				continue
+			case <-ctx.Done():
+			case <-p.r.draining:
+			}
+			return
+		}
+		leases, err := p.r.fetch(ctx, p.lists, want)
+		if ctx.Err() != nil && err != nil || errors.Is(err, ErrNotRunning) {
+			return
+		}
+		if err == nil {
+			failed = 0
+			p.held.Add(int64(len(leases)))
+			for _, l := range leases {
+				p.fetched <- l
+			}
+			continue
+		}
+		failed++
+		if !p.pause(ctx, failed, err) {
+			return
+		}
+	}
+}
+
+// room is how many jobs to fetch now.
+func (p *pool) room() int {
+	most := p.places
+	if took := p.took.Load(); took > 0 && time.Duration(took) < aheadBelow {
+		most *= 2
+	}
+	return max(0, most-int(p.held.Load()))
+}
+
+// pause waits before the next attempt after an error. It reports false if there is to be none.
+func (p *pool) pause(ctx context.Context, failed int, err error) bool {
+	switch {
+	case errors.Is(err, ErrLost): // declared dead; by now there is a new incarnation
+	case errors.Is(err, ErrAtCapacity): // others use it up
+	default:
+		p.r.log.Warn("recovery: could not fetch, will try again", "worker", p.r.WorkerID(), "failed", failed, "err", err)
+	}
+	timer := time.NewTimer(shorten(doubled(50*time.Millisecond, p.r.cfg.HeartbeatInterval, failed)))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+	case <-p.r.draining:
+	}
+	return false
+}
+
+// end puts back what nobody has begun, and waits for the rest.
+func (p *pool) end() {
+	var unbegun []*Lease
+	for more := true; more; {
+		select {
+		case l := <-p.fetched:
+			unbegun = append(unbegun, l)
+		default:
+			more = false
+		}
+	}
+	close(p.fetched)
+	if len(unbegun) > 0 {
+		p.r.unfetch(p.r.hard, unbegun)
+	}
+	p.handlers.Wait()
+}
+
+// handle runs one job after the other.
+func (p *pool) handle() {
+	for l := range p.fetched {
+		p.one(l)
+	}
+}
+
+// ended makes room for another job.
+func (p *pool) ended(took time.Duration) {
+	average := p.took.Load()
+	p.took.Store(max(1, average+(int64(took)-average)/8)) // a lost update is no harm
+	p.held.Add(-1)
+	select {
+	case p.freed <- struct{}{}:
+	default:
+	}
+}
+
+// one runs the handler for one job, and ends the lease.
+func (p *pool) one(l *Lease) {
+	l.arm() // its time begins now, not when it was fetched
+	began := time.Now()
+	err, returned := error(nil), false
+	defer func() {
+		if !returned { // the handler ended its goroutine. A new one takes its place
+			p.r.surrender(l, Panicked)
+			p.handlers.Add(1)
+			p.r.detach(func() { defer p.handlers.Done(); p.handle() })
+		}
+		p.ended(time.Since(began))
+	}()
+	perr := guard(func() { err = p.handler(l.Context(), l) })
+	returned = true
+	if perr != nil {
+		logPanic(p.r.log, "recovery: a handler panicked, its job is handed back", perr)
+		p.r.surrender(l, Panicked)
+		return
+	}
+	if err != nil {
+		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.id, "queue", l.job.Queue, "err", err)
+	}
+	if err := l.Done(); err != nil && !errors.Is(err, ErrLost) { // a loss was told when it happened
+		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.id, "err", err)
+	}
+}
