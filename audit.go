@@ -136,7 +136,7 @@ func (h *heartbeater) trackAgain(ctx context.Context, inc *incarnation, leases [
 		if len(o.leases) == 0 {
 			continue
 		}
-		inc.submit(o)
+		inc.submit(o, false)
 		// Not for longer than a beat may take: a lane that hangs must not stop the heart. The write goes on without us.
 		overdue := time.NewTimer(h.r.cfg.HeartbeatInterval)
 		select {
@@ -188,7 +188,7 @@ func (h *heartbeater) removeStrays(ctx context.Context, inc *incarnation) (int, 
 		}
 		for i := 0; i < len(page); i += 2 { // member, score, member, score, ...
 			if !inc.isReserved(page[i]) && !inc.knows(page[i]) { // in this order: it becomes known before it is no longer reserved
-				inc.submit(newRemoval(page[i], debtStray))
+				inc.submit(newRemoval(page[i], debtStray), false)
 				removed++
 			}
 		}

@@ -17,14 +17,15 @@ const (
 // the lane that has the answer.
 type op struct {
 	kind    opKind
-	leases  []*Lease // opTrack, opRetrack, opDone
-	member  string   // opRemove
-	debt    debt     // opRemove
+	leases  []*Lease  // opTrack, opRetrack, opDone
+	one     [1]*Lease // what leases is made of, for one
+	member  string    // opRemove
+	debt    debt      // opRemove
 	bytes   int
 	counted bool // in tally.doneSent
 	state   atomic.Int32
-	settled chan struct{}
-	err     error // valid once settled is closed
+	settled chan struct{} // nil for a Track that its caller writes itself
+	err     error         // valid once settled is closed
 }
 
 const (
@@ -52,6 +53,18 @@ func newOp(kind opKind, leases ...*Lease) *op {
 	return o
 }
 
+// only makes o the op of one lease. It lies in the lease, to save an allocation. Its channel is made when somebody has to wait.
+func (o *op) only(kind opKind, l *Lease) *op {
+	o.kind, o.one[0] = kind, l
+	o.leases = o.one[:]
+	if kind == opTrack {
+		o.bytes = len(l.record)
+	} else {
+		o.settled = make(chan struct{}) // Done may be called twice
+	}
+	return o
+}
+
 func newRemoval(member string, why debt) *op {
 	return &op{kind: opRemove, member: member, debt: why, settled: make(chan struct{})}
 }
@@ -65,7 +78,9 @@ func (o *op) abandon() bool { return o.state.CompareAndSwap(opWaiting, opAbandon
 // answer wakes the caller. decide comes first.
 func (o *op) answer(err error) {
 	o.err = err
-	close(o.settled)
+	if o.settled != nil {
+		close(o.settled)
+	}
 }
 
 // settle is for ops that nobody can abandon.
@@ -75,7 +90,7 @@ func (o *op) settle(err error) {
 	}
 }
 
-// batch is what one script call carries.
+// batch is what one write carries.
 type batch struct {
 	ops           []*op
 	tracks, bytes int
@@ -109,18 +124,19 @@ func members(leases []*Lease) []string {
 	return names
 }
 
-// layOut returns the batch as HSET and commit.lua expect it, and counts what is on its way.
-func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
-	var number uint64
-	if b.numbered {
-		number = l.number
-	}
-	var track, done, extra []any
+// writing is a batch as Redis gets it: arguments of HSET, of track.lua and of done.lua. A lane uses the same memory for one after the
+// other.
+type writing struct {
+	records, track, done, extra []any
+	dones                       int
+}
+
+// layOut writes the batch down, and counts what is on its way.
+func (b *batch) layOut(l *lane, inc *incarnation) *writing {
+	w := &l.out
+	w.records, w.track = w.records[:0], w.track[:0]
+	w.done, w.extra, w.dones = w.done[:0], w.extra[:0], 0
 	var sent, doneSent int64
-	tracks, dones, scored := 0, 0, 0
-	if b.scored {
-		scored = 1
-	}
 	for _, o := range b.ops {
 		switch o.kind {
 		case opTrack, opRetrack:
@@ -128,36 +144,32 @@ func (b *batch) layOut(l *lane, inc *incarnation) (records, args []any) {
 				if o.kind == opRetrack && !lease.wants(o) {
 					continue // lost, or with a later incarnation
 				}
-				tracks++
-				track = append(track, lease.member)
+				w.track = append(w.track, lease.args[0])
+				w.records = append(w.records, lease.args[0], lease.args[1])
 				if b.scored {
-					track = append(track, lease.start)
+					w.track = append(w.track, lease.start)
+					w.records = append(w.records, lease.checkpointFields()...)
 				} else {
 					sent++
-				}
-				records = append(records, lease.member, lease.record)
-				if b.scored {
-					records = append(records, lease.checkpointFields()...)
 				}
 			}
 			continue
 		case opDone:
-			done = append(done, o.leases[0].member)
-			extra = append(extra, o.leases[0].extraFields()...)
+			w.done = append(w.done, o.leases[0].args[0])
+			w.extra = append(w.extra, o.leases[0].extraFields()...)
 		case opRemove:
-			done = append(done, o.member)
-			extra = append(extra, o.member+checkpointField, o.member+numberField)
+			w.done = append(w.done, o.member)
+			w.extra = append(w.extra, o.member+checkpointField, o.member+numberField)
 		}
-		dones++
+		w.dones++
 		if !o.counted && (o.kind == opDone || o.debt == debtKnown) {
 			o.counted = true
 			doneSent++
 		}
 	}
-	inc.count(func(t *tally) { t.sent += sent; t.doneSent += doneSent })
-	args = make([]any, 0, 5+len(track)+len(done)+len(extra))
-	args = append(args, l.field, number, tracks, scored, dones)
-	return records, append(append(append(args, track...), done...), extra...)
+	w.done = append(w.done, w.extra...)
+	inc.onTheWay(sent, doneSent)
+	return w
 }
 
 // split parts the batch's Done from the rest, except of leases that are to be tracked again first.

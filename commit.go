@@ -12,7 +12,8 @@ import (
 
 // Group commit. Concurrent Track and Done calls share a round trip: a call puts its op into the queue, and if no batch is under
 // way a lane takes the whole queue at once. While it is out, the next batch gathers. There is no timer and no permanent
-// goroutine: a lone caller is sent at once, by a goroutine that ends when the queue is empty.
+// goroutine: a caller that finds a lane free and has nothing else to heed (Done, and Track with a ctx that can't end) writes the batch
+// itself; for others a goroutine does, so that they can leave when their ctx ends, and it ends when the queue is empty.
 //
 // A lane numbers the batches that track, and has one of them under way at a time; the session keeps the last number of each lane. So a copy of a
 // batch (go-redis repeats a command whose reply was lost, and the first one may still arrive, much later) is known as such,
@@ -23,9 +24,17 @@ const (
 	batchOps   = 256
 	batchBytes = 1 << 20
 
-	// convoyAfter is how long a batch may be out before callers stop waiting for it and use another lane. On loopback one lane
-	// makes the largest batches; over a network callers would wait for up to two round trips.
+	// convoyAfter is the round trip from which on callers do not wait for the batch under way and use another lane. On loopback one lane
+	// makes the largest batches; over a network callers would wait for up to two round trips. It is compared with the shortest round trip of
+	// late: a busy machine is not a long way.
 	convoyAfter = 400 * time.Microsecond
+
+	// crowd is how many waiting ops make a batch of their own worth while, also on loopback: this process prepares it while Redis executes
+	// the other one.
+	crowd = 64
+
+	// stuckAfter is how long a batch may be out before callers stop waiting for it in any case.
+	stuckAfter = 20 * time.Millisecond
 
 	// maxUnsettled is how many writes of unknown outcome a lane keeps before Track refuses new jobs.
 	maxUnsettled = 10_000
@@ -33,9 +42,16 @@ const (
 
 // lane is a numbered sequence of batches.
 type lane struct {
-	field  string
-	number uint64        // of the last batch sent; owned by whoever made the lane busy
-	acked  atomic.Uint64 // of the last batch answered
+	field string
+	// Owned by whoever made the lane busy.
+	number uint64 // of the last batch sent
+	batch  batch
+	out    writing
+	ctx    context.Context // of the writes
+	cancel context.CancelFunc
+	until  time.Time // when ctx ends
+
+	acked atomic.Uint64 // of the last batch answered
 	// Guarded by committer.qmu.
 	busy      bool
 	sentAt    time.Time // of the batch under way, or zero
@@ -46,37 +62,133 @@ type lane struct {
 
 // committer sends the ops of one incarnation.
 type committer struct {
-	// Fixed.
-	inc        *incarnation
-	write      func(ctx context.Context, inc *incarnation, records []any, args []any) (*replies, error)
-	spawn      func(func())
-	timeout    time.Duration
-	absentDone func() error // what Done answers when Redis lost the session
+	r    *Recoverer
+	inc  *incarnation
+	cmds commands
 
 	qmu   sync.Mutex // guards what follows
 	queue []*op
 	lanes [laneCount]*lane
-	rtt   time.Duration // moving average
+	rtt   time.Duration // the shortest of late
+
+	ticking  chan struct{} // see tick
+	watching bool          // see watch
 }
 
-func newCommitter(write func(context.Context, *incarnation, []any, []any) (*replies, error), spawn func(func()),
-	timeout time.Duration, absentDone func() error) *committer {
-	c := &committer{write: write, spawn: spawn, timeout: timeout, absentDone: absentDone}
+func newCommitter(r *Recoverer, inc *incarnation) *committer {
+	c := &committer{r: r, inc: inc, cmds: newCommands(inc.keys)}
 	for i := range c.lanes {
 		c.lanes[i] = &lane{field: "lane" + strconv.Itoa(i)}
 	}
 	return c
 }
 
-// submit queues an op. Its answer comes through op.settled.
-func (c *committer) submit(o *op) {
-	c.qmu.Lock()
-	c.queue = append(c.queue, o)
-	l := c.freeLane()
-	c.qmu.Unlock()
-	if l != nil {
-		c.spawn(func() { c.run(l) })
+// submit queues an op, and has it written. inline: the caller has nothing else to heed, and may write it itself. Afterwards o.settled is
+// what to wait for; nil, if it is settled already.
+func (c *committer) submit(o *op, inline bool) {
+	inline = inline && c.r.bounds
+	if inline && c.far() {
+		runtime.Gosched() // others who were answered by the same batch are about to call, and a round trip is worth waiting for them
 	}
+	c.qmu.Lock()
+	l := c.freeLane()
+	c.queue = append(c.queue, o)
+	var b *batch
+	if inline && l != nil {
+		b = c.gather(l) // at once, before another lane can take o
+	}
+	led := b != nil && b.ops[len(b.ops)-1] == o
+	if o.settled == nil && !led {
+		o.settled = make(chan struct{})
+	}
+	if l == nil {
+		c.watch()
+	}
+	c.qmu.Unlock()
+	switch {
+	case b != nil:
+		c.lead(l, b)
+	case l != nil:
+		c.r.group.spawn(func() { c.run(l) })
+	}
+}
+
+// lead writes one batch in its caller's time. If more has gathered meanwhile, a goroutine goes on: nobody works for the others for long.
+func (c *committer) lead(l *lane, b *batch) {
+	c.send(l, b)
+	c.qmu.Lock()
+	more := l.retry || len(c.queue) > 0
+	if !more {
+		l.busy, l.sentAt = false, time.Time{}
+	}
+	c.qmu.Unlock()
+	if more {
+		c.r.group.spawn(func() { c.run(l) })
+	}
+}
+
+// watch sees to it that nobody waits for long behind a lane that is stuck. One timer does for all who wait; it delays nobody. c.qmu is held.
+func (c *committer) watch() {
+	if c.watching {
+		return
+	}
+	c.watching = true
+	time.AfterFunc(stuckAfter, func() {
+		c.qmu.Lock()
+		defer c.qmu.Unlock()
+		c.watching = false
+		if len(c.queue) == 0 {
+			return
+		}
+		if l := c.freeLane(); l != nil {
+			c.r.group.spawn(func() { c.run(l) })
+		}
+		c.watch()
+	})
+}
+
+// tick returns a channel that is closed within the time of one call. Everybody who waits shares it: a timer for each would cost more than
+// what it guards.
+func (c *committer) tick() <-chan struct{} {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	if c.ticking == nil {
+		ch := make(chan struct{})
+		c.ticking = ch
+		time.AfterFunc(c.r.tm.call, func() {
+			c.qmu.Lock()
+			defer c.qmu.Unlock()
+			c.ticking = nil
+			close(ch)
+		})
+	}
+	return c.ticking
+}
+
+// await blocks until o is settled, but not for longer than four calls may take. It reports whether it is.
+func (c *committer) await(o *op) bool {
+	select {
+	case <-o.settled:
+		return true
+	default:
+	}
+	for began := time.Now(); ; {
+		select {
+		case <-o.settled:
+			return true
+		case <-c.tick():
+			if time.Since(began) >= 3*c.r.tm.call {
+				return false
+			}
+		}
+	}
+}
+
+// far reports that Redis is a network away.
+func (c *committer) far() bool {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	return c.rtt >= convoyAfter
 }
 
 // kick repeats now what has an unknown outcome. Every beat calls it.
@@ -88,7 +200,7 @@ func (c *committer) kick() {
 		l.busy = l.busy || start
 		c.qmu.Unlock()
 		if start {
-			c.spawn(func() { c.run(l) })
+			c.r.group.spawn(func() { c.run(l) })
 		}
 	}
 }
@@ -137,41 +249,38 @@ func (c *committer) idle() bool {
 	return len(c.queue) == 0
 }
 
-// freeLane makes a lane busy if one should take the queue now. The first is free to start; a further one only if those
-// under way are slow. c.qmu is held.
+// freeLane makes a lane busy if one should take the queue now. The first is free to start; a further one only if Redis is far, if there is a
+// crowd, or if those under way are stuck. c.qmu is held.
 func (c *committer) freeLane() *lane {
 	var free *lane
-	slow := true
 	for _, l := range c.lanes {
-		if !l.busy {
+		switch {
+		case !l.busy:
 			if free == nil {
 				free = l
 			}
-			continue
-		}
-		if slow && c.rtt < convoyAfter && (l.sentAt.IsZero() || time.Since(l.sentAt) < convoyAfter) {
-			slow = false
+		case c.rtt < convoyAfter && len(c.queue) < crowd && (l.sentAt.IsZero() || time.Since(l.sentAt) < stuckAfter):
+			return nil
 		}
 	}
-	if free == nil || !slow {
-		return nil
+	if free != nil {
+		free.busy = true
 	}
-	free.busy = true
 	return free
 }
 
 // run sends batches until there is nothing left to send.
 func (c *committer) run(l *lane) {
-	for full := false; ; {
-		if full {
-			// The last batch was full: there are many callers, and those that it just answered are about to call again.
+	for many := c.far(); ; {
+		if many {
+			// The last batch had several callers, and those that it just answered are about to call again.
 			runtime.Gosched()
 		}
 		batch := c.take(l)
 		if batch == nil {
 			return
 		}
-		full = len(batch.ops) >= batchOps
+		many = len(batch.ops) > 1
 		c.send(l, batch)
 	}
 }
@@ -180,7 +289,14 @@ func (c *committer) run(l *lane) {
 func (c *committer) take(l *lane) *batch {
 	c.qmu.Lock()
 	defer c.qmu.Unlock()
-	b := &batch{}
+	return c.gather(l)
+}
+
+// gather is take with c.qmu held.
+func (c *committer) gather(l *lane) *batch {
+	b := &l.batch
+	clear(b.ops)
+	*b = batch{ops: b.ops[:0]}
 	if l.retry || len(c.queue) > 0 {
 		// First what this lane owes. A new number makes sure that the old copies are past.
 		n := 0
@@ -217,25 +333,18 @@ func (c *committer) send(l *lane, b *batch) {
 	if b.numbered {
 		l.number++
 	}
-	records, args := b.layOut(l, c.inc)
-	ctx, cancel := context.WithTimeout(context.Background(), c.timeout)
-	defer cancel()
+	number := l.number
+	if !b.numbered {
+		number = 0
+	}
 	began := time.Now()
-	answer, err := c.write(ctx, c.inc, records, args)
+	ctx := l.context(began, c.r.tm.call)
+	w := b.layOut(l, c.inc)
+	answer, err := c.r.write(ctx, c.inc, l.field, number, b.scored, w)
 	if err == nil {
-		state, fresh, start := int(answer.int()), answer.int() == 1, answer.int()
-		var lost map[int]bool
-		for answer.more() {
-			if lost == nil {
-				lost = make(map[int]bool)
-			}
-			lost[int(answer.int())] = true
-		}
-		if err = answer.err; err == nil {
-			c.answered(l, b, time.Since(began))
-			c.settle(l, b, state, fresh, start, lost)
-			return
-		}
+		c.answered(l, b, time.Since(began))
+		c.settle(ctx, l, b, answer)
+		return
 	}
 	if rest, dones := b.split(); isOOM(err) && b.numbered && len(dones.ops) > 0 {
 		// Done frees memory. It must not fail because a Track was in the same batch.
@@ -246,6 +355,19 @@ func (c *committer) send(l *lane, b *batch) {
 	c.unknown(l, b, err)
 }
 
+// context is for one write: it lasts for limit, or a quarter longer. It is made anew only now and then, because making one costs as much as
+// the rest of a batch.
+func (l *lane) context(now time.Time, limit time.Duration) context.Context {
+	if l.ctx == nil || l.until.Sub(now) < limit {
+		if l.cancel != nil {
+			l.cancel()
+		}
+		l.ctx, l.cancel = context.WithTimeout(context.Background(), limit+limit/4)
+		l.until = now.Add(limit + limit/4)
+	}
+	return l.ctx
+}
+
 func (c *committer) answered(l *lane, b *batch, took time.Duration) {
 	c.qmu.Lock()
 	defer c.qmu.Unlock()
@@ -253,142 +375,9 @@ func (c *committer) answered(l *lane, b *batch, took time.Duration) {
 		l.acked.Store(l.number)
 		l.dirty = false
 	}
-	c.rtt += (took - c.rtt) / 8
-}
-
-// settle hands Redis' answer to every op.
-func (c *committer) settle(l *lane, b *batch, state int, fresh bool, start int64, lost map[int]bool) {
-	pos := 0
-	for _, o := range b.ops {
-		switch o.kind {
-		case opTrack:
-			c.settleTrack(l, o, state, fresh, start)
-		case opRetrack:
-			o.release()
-			o.settle(trackError(state, fresh))
-		case opDone:
-			pos++
-			c.settleDone(o, state, lost[pos])
-		case opRemove:
-			pos++
-			c.inc.count(o.debt.paid)
-			o.settle(nil)
-		}
+	if took < c.rtt || c.rtt == 0 {
+		c.rtt = took
+	} else {
+		c.rtt += (took - c.rtt) / 64
 	}
-}
-
-// trackError reads the answer to Track. A session that is not live took nothing, except when an earlier copy of the batch ran
-// while it still was: those leases are with the peers now, and must not be tracked a second time.
-func trackError(state int, fresh bool) error {
-	switch {
-	case state == sessionLive:
-		return nil
-	case !fresh:
-		return ErrLost
-	}
-	return &notLiveError{absent: state == sessionAbsent}
-}
-
-func (c *committer) settleTrack(l *lane, o *op, state int, fresh bool, start int64) {
-	err := trackError(state, fresh)
-	wanted := o.decide()
-	if wanted && err == nil {
-		err = c.inc.confirm(o.leases, start)
-	}
-	if !wanted || err != nil {
-		c.inc.drop(members(o.leases)...)
-	}
-	if wanted {
-		o.answer(err)
-	} else if err == nil {
-		// The caller gave up while the write was under way: nobody runs what it recorded.
-		c.inc.count(func(t *tally) { t.acked += int64(len(o.leases)) })
-		c.owe(l, o.leases, debtKnown)
-	}
-}
-
-func (c *committer) settleDone(o *op, state int, lost bool) {
-	c.inc.count(func(t *tally) { t.doneAcked++ })
-	var err error
-	switch {
-	case lost:
-		err = ErrLost
-	case state == sessionAbsent:
-		err = c.absentDone()
-	}
-	o.leases[0].finish(err)
-	o.settle(err)
-}
-
-// owe makes the lane remove records that nobody runs: at once if they are known to be there, else with the next beat.
-func (c *committer) owe(l *lane, leases []*Lease, why debt) {
-	c.qmu.Lock()
-	defer c.qmu.Unlock()
-	for _, lease := range leases {
-		l.unsettled = append(l.unsettled, newRemoval(lease.member, why))
-	}
-	l.retry = l.retry || why == debtKnown
-}
-
-// unknown keeps a batch that may or may not have been executed. Its callers are told, and so are those who wait for what the lane owed
-// before: nobody waits for longer than one attempt takes. The lane owes them the rest.
-func (c *committer) unknown(l *lane, b *batch, err error) {
-	c.qmu.Lock()
-	owed := l.unsettled
-	l.unsettled, l.retry = nil, false
-	l.dirty = l.dirty || b.numbered
-	c.qmu.Unlock()
-	for _, o := range append(slices.Clone(b.ops), owed...) {
-		switch o.kind {
-		case opTrack:
-			c.inc.drop(members(o.leases)...)
-			c.owe(l, o.leases, debtPhantom)
-		case opRetrack:
-			c.repeatRetrack(l, o)
-		case opDone:
-			c.repeatDone(l, o)
-		case opRemove:
-			c.qmu.Lock()
-			l.unsettled = append(l.unsettled, o)
-			c.qmu.Unlock()
-			continue
-		}
-		o.settle(err)
-	}
-}
-
-// repeatDone puts a copy of Done's write into the lane's debts, for the next call of Done to wait for.
-func (c *committer) repeatDone(l *lane, o *op) {
-	lease := o.leases[0]
-	again := newOp(opDone, lease)
-	again.counted = o.counted
-	c.qmu.Lock()
-	defer c.qmu.Unlock()
-	lease.mu.Lock()
-	lease.fin = again
-	lease.mu.Unlock()
-	l.unsettled = append(l.unsettled, again)
-}
-
-// repeatRetrack keeps the leases held: were one removed by another lane now, a late copy of this write could bring it back.
-func (c *committer) repeatRetrack(l *lane, o *op) {
-	again := newOp(opRetrack, o.leases...)
-	c.qmu.Lock() // in one step: a Done that sees the lane must come behind it
-	defer c.qmu.Unlock()
-	for _, lease := range o.leases {
-		lease.mu.Lock()
-		if lease.again == o {
-			lease.again, lease.lane = again, l
-		}
-		lease.mu.Unlock()
-	}
-	l.unsettled = append(l.unsettled, again)
-}
-
-// submitAfter sends o by the lane that owes its lease a write of unknown outcome, and so after that write.
-func (c *committer) submitAfter(l *lane, o *op) {
-	c.qmu.Lock()
-	l.unsettled = append(l.unsettled, o)
-	c.qmu.Unlock()
-	c.kick()
 }

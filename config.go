@@ -8,12 +8,9 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
-	"reflect"
 	"strings"
 	"time"
 	"unicode"
-
-	"github.com/redis/go-redis/v9"
 )
 
 // Special values of Config and Job fields.
@@ -314,31 +311,6 @@ func (c Config) validate() error {
 		return nil
 	}
 	return fmt.Errorf("%w: %w", ErrInvalidConfig, errors.Join(p...))
-}
-
-// validateClient refuses clients on which the protocol can't hold.
-func validateClient(rdb redis.UniversalClient) error {
-	if isNil(rdb) {
-		return errors.New("rdb is nil: a connected redis client is needed")
-	}
-	if _, ok := rdb.(*redis.Ring); ok {
-		return errors.New("rdb is a *redis.Ring: when a shard is away a Ring writes to another one, so that fences and leases " +
-			"disappear and come back with the shard, and jobs would run twice unnoticed; use a single node, Sentinel or Cluster")
-	}
-	return nil
-}
-
-// isNil also sees a typed nil inside of an interface.
-func isNil(v any) bool {
-	if v == nil {
-		return true
-	}
-	rv := reflect.ValueOf(v)
-	switch rv.Kind() {
-	case reflect.Pointer, reflect.Func, reflect.Map, reflect.Slice, reflect.Interface, reflect.Chan:
-		return rv.IsNil()
-	}
-	return false
 }
 
 // timing is everything that is derived from Config. The values only work together:

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 
 	"github.com/redis/go-redis/v9"
@@ -18,7 +19,8 @@ type parcel struct {
 	list    string
 	push    string // LPUSH or RPUSH
 	element []byte
-	at      int // > 0: the element is the record from here on, counted from 1, and Redis has it
+	at      int  // > 0: the element is the record from here on, counted from 1, and Redis has it
+	lost    bool // Redis may have lost the lease; element is the only copy
 }
 
 // deliver brings orphans into their lists, and decides on their fate.
@@ -75,55 +77,74 @@ func (r *Recoverer) pack(o *orphan) (parcel, error) {
 	return p, nil
 }
 
-// deliverAtOnce runs the script for the leases of one claim.
+// deliverAtOnce runs the script for the leases of one claim, list by list.
 func (r *Recoverer) deliverAtOnce(ctx context.Context, c *claim, orphans []*orphan, parcels []parcel) error {
-	members, lost := make([]string, len(orphans)), make([]bool, len(orphans))
+	members := make([]string, len(orphans))
 	for i, o := range orphans {
-		members[i], lost[i] = o.lease.member, o.lease.homeless
+		members[i] = o.lease.member
+		parcels[i].lost = o.lease.homeless
 	}
-	outcomes, err := r.runDeliver(ctx, c.keys, false, members, lost, parcels)
-	if redis.HasErrorPrefix(err, "CROSSSLOT") {
-		return err
-	}
-	for i, o := range orphans {
-		switch {
-		case err != nil:
-			r.judge(o, err) // unknown. Tried again later; if it was pushed, that finds nothing to do
-		case outcomes[i].err != nil:
-			r.judge(o, outcomes[i].err)
-		case outcomes[i].gone:
-			o.fate = fateNothing // somebody saw to it
-		default:
-			o.fate = fateDelivered
+	for same := range runs(parcels) {
+		outcomes, err := r.runDeliver(ctx, c.keys, false, members[same.from:same.to], parcels[same.from:same.to])
+		if redis.HasErrorPrefix(err, "CROSSSLOT") {
+			return err
+		}
+		for i, o := range orphans[same.from:same.to] {
+			switch {
+			case err != nil:
+				r.judge(o, err) // perhaps unknown. Tried again later; if it was pushed, that finds nothing to do
+			case outcomes[i] == deliveredNever:
+				r.judge(o, errors.New("the record is missing"))
+			case outcomes[i] == deliveredByNobody:
+				o.fate = fateNothing // somebody saw to it
+			default:
+				o.fate = fateDelivered
+			}
 		}
 	}
 	return nil
 }
 
-// delivery is what deliver.lua answered for one lease.
-type delivery struct {
-	gone bool // there is no such lease
-	err  error
+// stretch is a part of a slice.
+type stretch struct{ from, to int }
+
+// runs are the stretches of parcels that go to the same end of the same list, none longer than a script can take.
+func runs(parcels []parcel) iter.Seq[stretch] {
+	return func(yield func(stretch) bool) {
+		for from := 0; from < len(parcels); {
+			to := from + 1
+			for to < len(parcels) && to-from < claimLeases && parcels[to].list == parcels[from].list && parcels[to].push == parcels[from].push {
+				to++
+			}
+			if !yield(stretch{from, to}) {
+				return
+			}
+			from = to
+		}
+	}
 }
 
-// runDeliver runs deliver.lua. own is for leases that this worker holds.
-func (r *Recoverer) runDeliver(ctx context.Context, k workerKeys, own bool, members []string, lost []bool, parcels []parcel) ([]delivery, error) {
-	keys := []string{k.inflight, k.jobs, k.claims, k.handed}
+// What deliver.lua answers for a lease.
+const (
+	deliveredByNobody = 0 // there is no such lease
+	deliveredNow      = 1
+	deliveredBefore   = 2
+	deliveredNever    = 3 // it has no record
+)
+
+// runDeliver runs deliver.lua for parcels of one list. own is for leases that this worker holds.
+func (r *Recoverer) runDeliver(ctx context.Context, k workerKeys, own bool, members []string, parcels []parcel) ([]int64, error) {
 	flag := 0
 	if own {
 		flag = 1
 	}
-	args := []any{ms(r.tm.tombstone), flag}
+	keys := []string{k.inflight, k.jobs, k.claims, k.handed, parcels[0].list}
+	args := make([]any, 0, 3+3*len(parcels))
+	args = append(args, ms(r.tm.tombstone), flag, parcels[0].push)
 	for n := range slices.Backward(parcels) { // the first shall be the last one pushed, and the next one taken
-		p := parcels[n]
-		list := slices.Index(keys[4:], p.list)
-		if list < 0 {
-			list = len(keys) - 4
-			keys = append(keys, p.list)
-		}
-		args = append(args, members[n], list+1, p.push)
-		switch {
-		case lost != nil && lost[n]:
+		args = append(args, members[n])
+		switch p := parcels[n]; {
+		case p.lost:
 			args = append(args, "lost", p.element)
 		case p.at > 0:
 			args = append(args, "at", p.at)
@@ -131,28 +152,21 @@ func (r *Recoverer) runDeliver(ctx context.Context, k workerKeys, own bool, memb
 			args = append(args, "is", p.element)
 		}
 	}
-	a, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (*replies, error) {
+	answer, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) ([]int64, error) {
 		cmd, err := r.runReplicated(ctx, deliverScript, keys, args...)
 		if err != nil {
 			return nil, err
 		}
-		return answerOf(cmd)
+		return cmd.Int64Slice()
 	})
+	if err == nil && len(answer) != len(parcels) {
+		err = fmt.Errorf("script answered %d values, not %d", len(answer), len(parcels))
+	}
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("push to list %q: %w", parcels[0].list, err)
 	}
-	answers := make([]delivery, len(parcels))
-	for n := range slices.Backward(parcels) {
-		switch v := a.next().(type) {
-		case int64:
-			answers[n].gone = v == 0
-		case string:
-			answers[n].err = fmt.Errorf("push to list %q: %s", parcels[n].list, v)
-		default:
-			a.err = errors.Join(a.err, fmt.Errorf("script answered %T", v))
-		}
-	}
-	return answers, a.err
+	slices.Reverse(answer)
+	return answer, nil
 }
 
 // together reports whether a list lies in the slot of every worker, so that one script can see both.
@@ -188,18 +202,21 @@ func (r *Recoverer) unfetch(ctx context.Context, leases []*Lease) {
 			given = append(given, g)
 		}
 	}
-	for page := range slices.Chunk(given, claimLeases) {
-		if err := r.putBack(ctx, page); err != nil {
+	byHome := map[*incarnation][]giveUp{}
+	for _, g := range given {
+		byHome[g.lease.home] = append(byHome[g.lease.home], g)
+	}
+	for home, page := range byHome {
+		if err := r.putBack(ctx, home, page); err != nil {
 			r.log.Error("recovery: could not put fetched jobs back, will try again", "worker", r.WorkerID(), "jobs", len(page), "err", err)
 		}
 	}
 }
 
 // putBack runs the script for leases of one incarnation.
-func (r *Recoverer) putBack(ctx context.Context, page []giveUp) error {
-	home := page[0].lease.home
-	members, parcels := make([]string, len(page)), make([]parcel, len(page))
-	for i, g := range page {
+func (r *Recoverer) putBack(ctx context.Context, home *incarnation, given []giveUp) error {
+	members, parcels := make([]string, len(given)), make([]parcel, len(given))
+	for i, g := range given {
 		e, err := parseElement(g.lease.record)
 		if err != nil {
 			return err
@@ -207,16 +224,15 @@ func (r *Recoverer) putBack(ctx context.Context, page []giveUp) error {
 		members[i] = g.lease.member
 		parcels[i] = parcel{list: e.queue, push: (&ListQueue{}).pushTo(e.side), at: e.at + 1}
 	}
-	outcomes, err := r.runDeliver(context.WithoutCancel(ctx), home.keys, true, members, nil, parcels)
-	if err != nil {
-		return err
-	}
-	for i, g := range page {
-		if outcomes[i].err == nil && !outcomes[i].gone {
-			r.settled(g)
-		} else {
-			err = errors.Join(err, outcomes[i].err)
+	var errs []error
+	for same := range runs(parcels) {
+		outcomes, err := r.runDeliver(context.WithoutCancel(ctx), home.keys, true, members[same.from:same.to], parcels[same.from:same.to])
+		errs = append(errs, err)
+		for i, g := range given[same.from:same.to] {
+			if err == nil && (outcomes[i] == deliveredNow || outcomes[i] == deliveredBefore) {
+				r.settled(g)
+			}
 		}
 	}
-	return err
+	return errors.Join(errs...)
 }

@@ -54,6 +54,15 @@ type panicError struct {
 
 func (e *panicError) Error() string { return fmt.Sprintf("panic: %v", e.value) }
 
+// isNotLive reports that err is, or wraps, a notLiveError.
+func isNotLive(err error) bool {
+	if err == nil {
+		return false
+	}
+	var over *notLiveError
+	return errors.As(err, &over)
+}
+
 // notLiveError is Redis' answer that a session can't take new jobs. It is certain that nothing was written.
 type notLiveError struct{ absent bool }
 

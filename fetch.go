@@ -2,7 +2,6 @@ package recovery
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -103,8 +102,7 @@ func (r *Recoverer) fetchLive(ctx context.Context, lists []*ListQueue, most int)
 	for attempt := 1; ; attempt++ {
 		inc := r.current.Load()
 		leases, err := r.fetchIn(ctx, inc, lists, most)
-		var over *notLiveError
-		if !errors.As(err, &over) || attempt > 1 {
+		if !isNotLive(err) || attempt > 1 {
 			return leases, err
 		}
 		if err := r.awaitRejoin(ctx, inc, err); err != nil {
@@ -267,8 +265,9 @@ func (r *Recoverer) ask(ctx context.Context, inc *incarnation, c *fetchCall, mos
 	state, start := a.int(), a.int()
 	var leases []*Lease
 	for a.more() {
-		l := &Lease{r: r, parent: c.ctx, member: a.string(), record: a.bytes()}
-		l.id, l.start, l.fetch = leaseID(inc.id, l.member), start, c.number
+		l := &Lease{r: r, parent: c.ctx, born: inc.id, name: a.string(), record: a.bytes(), start: start, fetch: c.number}
+		l.call(l.name)
+		l.args[1] = l.record
 		leases = append(leases, l)
 	}
 	if a.err != nil {
@@ -318,7 +317,7 @@ func (r *Recoverer) readable(leases []*Lease) []*Lease {
 		if l.job, _, _, err = r.decodeElement(l.record); err == nil {
 			return false
 		}
-		r.log.Error("recovery: fetched what is no job", "worker", r.WorkerID(), "lease", l.id, "queue", l.job.Queue, "err", err)
+		r.log.Error("recovery: fetched what is no job", "worker", r.WorkerID(), "lease", l.ID(), "queue", l.job.Queue, "err", err)
 		l.lockSettled()
 		if l.giveLocked(leaseActive, false) {
 			l.home.count(func(t *tally) { t.doneSent++ })
@@ -326,7 +325,7 @@ func (r *Recoverer) readable(leases []*Lease) []*Lease {
 			r.keepGiveUp(g)
 			r.group.spawn(func() {
 				if _, err := r.handOver(r.hard, g); err != nil {
-					r.log.Error("recovery: could not bury what is no job, will try again", "worker", l.home.id, "lease", l.id, "err", err)
+					r.log.Error("recovery: could not bury what is no job, will try again", "worker", l.home.id, "lease", l.ID(), "err", err)
 				}
 			})
 		}

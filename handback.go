@@ -4,13 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
-	"strconv"
 	"strings"
-	"sync"
 	"time"
-
-	"github.com/redis/go-redis/v9"
 )
 
 // Handing back, for leases that were claimed. The order is what makes it safe to die anywhere:
@@ -103,55 +100,6 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 	}
 	o.Job.Checkpoint = o.Checkpoint // whoever tracks this Job again hands it on
 	return o
-}
-
-// countCrashes enters each crash in the history of its job and learns how many there are in the window. Released is no crash.
-func (r *Recoverer) countCrashes(ctx context.Context, now int64, orphans []*orphan) {
-	ctx, cancel := r.limit(ctx)
-	defer cancel()
-	sizes, adds := make([]*redis.IntCmd, len(orphans)), make([]*redis.IntCmd, len(orphans))
-	since := "(" + strconv.FormatInt(now-ms(r.cfg.RecoveryWindow), 10)
-	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
-		for i, o := range orphans {
-			if o.grave != "" {
-				continue
-			}
-			key := r.keys.crashes(o.ID)
-			if o.Reason != Released {
-				adds[i] = p.ZAddNX(ctx, key, redis.Z{Score: float64(now), Member: o.crash()})
-				p.PExpire(ctx, key, r.cfg.RecoveryWindow)
-			}
-			sizes[i] = p.ZCount(ctx, key, since, "+inf")
-		}
-		return nil
-	}) // each command has its own error
-	for i, o := range orphans {
-		if sizes[i] == nil {
-			continue
-		}
-		n, err := sizes[i].Result()
-		if adds[i] != nil && adds[i].Err() != nil {
-			err = adds[i].Err()
-		}
-		if isOOM(err) { // handing back makes room: it must not fail for a few bytes
-			n, err = countScript.Run(ctx, r.rdb, []string{r.keys.crashes(o.ID)}, o.crash(), now, ms(r.cfg.RecoveryWindow)).Int64()
-		}
-		if err != nil && !isWrongType(err) {
-			// Not counted, not handed back: the next attempt counts it.
-			o.fail(fmt.Errorf("count recoveries: %w", err), r.cfg.SweepInterval)
-			continue
-		}
-		o.Recovery = max(1, int(n))
-	}
-}
-
-// crash is the name under which an orphan's crash is counted: its lease. Jobs without a name of their own share their count with all of the
-// same contents, and many of those may be in flight when one worker dies: that is one crash.
-func (o *orphan) crash() string {
-	if o.nameless && o.Reason == Crashed {
-		return o.Worker
-	}
-	return o.Key
 }
 
 // fail keeps an orphan for later, each time a little later.
@@ -369,18 +317,22 @@ func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
 		age = time.UnixMilli(c.now).Sub(o.TrackedAt)
 	}
 	by := r.WorkerID()
-	log := r.log.With("worker", o.Worker, "job", o.ID, "lease", o.Key, "queue", o.Queue, "reason", o.Reason.String(),
-		"recovery", o.Recovery, "age", age, "by", by)
+	log := func(level slog.Level, msg string, more ...any) {
+		if r.log.Enabled(context.Background(), level) { // a thousand orphans are a thousand lines
+			r.log.Log(context.Background(), level, msg, append([]any{"worker", o.Worker, "job", o.ID, "lease", o.Key, "queue", o.Queue,
+				"reason", o.Reason.String(), "recovery", o.Recovery, "age", age, "by", by}, more...)...)
+		}
+	}
 	switch o.fate {
 	case fateForget, fateDelivered:
 		h.handedBack++
 		r.counts.handedBack.Add(1)
-		log.Info("recovery: job handed back")
+		log(slog.LevelInfo, "recovery: job handed back")
 		emit(r.log, r.cfg.Events.HandedBack, HandedBackInfo{Orphan: o.Orphan, By: by, Age: age, Took: o.took})
 	case fateBury:
 		h.buried++
 		r.counts.buried.Add(1)
-		log.Error("recovery: job put into the dead letters", "grave", o.grave, "err", o.err)
+		log(slog.LevelError, "recovery: job put into the dead letters", "grave", o.grave, "err", o.err)
 		emit(r.log, r.cfg.Events.Buried, BuriedInfo{Orphan: o.Orphan, By: by, Reason: o.grave, Err: o.err})
 	case fateLater:
 		h.postponed++
@@ -388,38 +340,7 @@ func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
 			return
 		}
 		r.counts.handBackFailed.Add(1)
-		log.Error("recovery: hand-back failed, the job is kept", "attempt", o.lease.attempts, "retry", o.delay, "err", o.err)
+		log(slog.LevelError, "recovery: hand-back failed, the job is kept", "attempt", o.lease.attempts, "retry", o.delay, "err", o.err)
 		emit(r.log, r.cfg.Events.HandBackFailed, HandBackFailedInfo{Orphan: o.Orphan, By: by, Attempt: o.lease.attempts, Retry: o.delay, Err: o.err})
-	}
-}
-
-// acceptedKeys are orphans that the Enqueuer took, but whose records could not be dropped. When their claims run out, this worker, at
-// least, does not offer them again.
-type acceptedKeys struct {
-	mu   sync.Mutex
-	keys map[string]bool
-}
-
-const maxAccepted = 100_000 // beyond it duplicates are the lesser evil
-
-func (a *acceptedKeys) has(key string) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.keys[key]
-}
-
-// note remembers the orphans whose records stay, or forgets them.
-func (a *acceptedKeys) note(orphans []*orphan, stay bool) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, o := range orphans {
-		if !stay {
-			delete(a.keys, o.Key)
-		} else if o.fate == fateForget && len(a.keys) < maxAccepted {
-			if a.keys == nil {
-				a.keys = make(map[string]bool)
-			}
-			a.keys[o.Key] = true
-		}
 	}
 }

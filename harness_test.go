@@ -450,7 +450,7 @@ func (f *faults) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proce
 }
 
 var scriptNames = map[string]string{
-	joinScript.Hash(): "join", beatScript.Hash(): "beat", commitScript.Hash(): "commit", whereScript.Hash(): "where",
+	joinScript.Hash(): "join", beatScript.Hash(): "beat", trackScript.Hash(): "commit", doneScript.Hash(): "commit", whereScript.Hash(): "where",
 	claimScript.Hash(): "claim", takeScript.Hash(): "take", postponeScript.Hash(): "postpone", forgetScript.Hash(): "forget",
 	leaveScript.Hash(): "leave", lockScript.Hash(): "lock", unlockScript.Hash(): "unlock", buryScript.Hash(): "bury",
 	countScript.Hash(): "count", untakeScript.Hash(): "untake", exhumeScript.Hash(): "exhume", checkpointScript.Hash(): "checkpoint",

@@ -41,15 +41,15 @@ func plausible(a, b tally, count int64) bool {
 	return count >= a.acked-b.doneSent && count <= b.sent-a.doneAcked
 }
 
-func newIncarnation(id string, keys workerKeys, c *committer) *incarnation {
+func newIncarnation(r *Recoverer, id string) *incarnation {
 	inc := &incarnation{
-		id: id, keys: keys, committer: c,
+		id: id, keys: r.keys.worker(id),
 		replaced: make(chan struct{}),
 		ended:    make(chan struct{}),
 		fetches:  fetches{turn: make(chan struct{}, 1)},
 		leases:   make(map[string]*Lease),
 	}
-	c.inc = inc
+	inc.committer = newCommitter(r, inc)
 	return inc
 }
 
@@ -59,8 +59,9 @@ func (i *incarnation) admit(l *Lease) {
 	defer i.mu.Unlock()
 	i.lastID++
 	l.home = i
-	l.member = strconv.FormatUint(i.lastID, 10)
-	l.id = leaseID(i.id, l.member)
+	l.name = strconv.FormatUint(i.lastID, 10)
+	l.born = i.id
+	l.call(l.name)
 	i.leases[l.member] = l
 }
 
@@ -73,7 +74,8 @@ func (i *incarnation) adopt(l *Lease) bool {
 	if l.state != leaseActive {
 		return false
 	}
-	l.home, l.member, l.again, l.lane, l.fetch = i, l.id, nil, nil, 0
+	l.home, l.again, l.lane, l.fetch = i, nil, nil, 0
+	l.call(l.ID())
 	i.leases[l.member] = l
 	i.tally.sent++
 	i.tally.acked++
@@ -164,6 +166,14 @@ func (i *incarnation) drop(members ...string) {
 	for _, m := range members {
 		delete(i.leases, m)
 	}
+}
+
+// onTheWay counts leases that are being written.
+func (i *incarnation) onTheWay(sent, doneSent int64) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.tally.sent += sent
+	i.tally.doneSent += doneSent
 }
 
 func (i *incarnation) count(f func(t *tally)) tally {

@@ -48,7 +48,8 @@ type Lease struct {
 	// Fixed after Track.
 	r      *Recoverer
 	job    Job
-	id     string
+	born   string // the incarnation that tracked it first
+	name   string // its name there
 	record []byte // as Redis has it, to track it again
 	stored bool   // the payload lies in the PayloadStore
 	parent context.Context
@@ -57,8 +58,10 @@ type Lease struct {
 	state  leaseState
 	home   *incarnation
 	member string // the lease's name inside of home
+	args   [2]any // member and record, as the client wants them: made once
 	start  int64  // us, Redis' clock
 	fetch  uint64 // number of the Fetch of home that took it from its list, or 0
+	ops    [2]op  // of the first Track and of the first Done
 	fin    *op    // Done's write, while finishing
 	again  *op    // the write that tracks it again, until Redis has answered it
 	lane   *lane  // that owes again, once its outcome is unknown
@@ -85,7 +88,13 @@ func (l *Lease) Job() Job {
 
 // ID returns the name of this run of the job. No other run, of this or any job, has the same. It is the Key of the Orphan
 // if this run has to be recovered.
-func (l *Lease) ID() string { return l.id }
+func (l *Lease) ID() string { return leaseID(l.born, l.name) }
+
+// call gives the lease its name inside of home.
+func (l *Lease) call(member string) {
+	l.member = member
+	l.args[0] = member
+}
 
 // Fence returns a number that grows with every run of the same job: a fencing token. Store it with the results, and refuse writes
 // that carry a smaller one. It is the moment of Track in microseconds by Redis' clock. It is as good
@@ -150,7 +159,7 @@ func (l *Lease) Done() error {
 	fresh := l.state == leaseActive
 	if fresh {
 		l.state = leaseFinishing
-		l.fin = newOp(opDone, l)
+		l.fin = l.ops[1].only(opDone, l)
 	}
 	state, fin, home, lane, err := l.state, l.fin, l.home, l.lane, l.err
 	l.mu.Unlock()
@@ -162,15 +171,11 @@ func (l *Lease) Done() error {
 	case fresh && lane != nil:
 		home.submitAfter(lane, fin)
 	case fresh:
-		home.submit(fin)
+		home.submit(fin, true)
 	default:
 		home.kick()
 	}
-	overdue := time.NewTimer(3 * l.r.tm.call)
-	defer overdue.Stop()
-	select {
-	case <-fin.settled:
-	case <-overdue.C: // a client without timeouts of its own
+	if !home.await(fin) {
 		return fmt.Errorf("done with job %q: no answer from Redis within %v; it goes on", l.job.ID, 3*l.r.tm.call)
 	}
 	if fin.err != nil && !errors.Is(fin.err, ErrLost) {
@@ -213,7 +218,7 @@ func (l *Lease) finish(err error) {
 		if err == nil {
 			l.r.counts.done.Add(1)
 			if l.stored {
-				l.r.group.spawn(func() { l.r.deletePayload(l.r.hard, l.id) })
+				l.r.group.spawn(func() { l.r.deletePayload(l.r.hard, l.ID()) })
 			}
 		} else {
 			l.r.noteLost(l)

@@ -137,7 +137,9 @@ func TestFetch_killedAtRandom(t *testing.T) {
 	next := w.spawn("fetcher", list, ledger)
 	next.expect("ready")
 	for range kills {
-		feed(200)
+		if w.raw.LLen(bg, list).Val() < 500 { // busy, but not beyond what this machine can do
+			feed(200)
+		}
 		p := next
 		next = w.spawn("fetcher", list, ledger) // starts while the other one works
 		time.Sleep(time.Duration(rand.IntN(30_000)) * time.Microsecond)

@@ -36,19 +36,20 @@ func (s State) String() string {
 // concurrent use. It is used for one Start and one Stop.
 type Recoverer struct {
 	// Fixed after New.
-	rdb   redis.UniversalClient
-	enq   Enqueuer
-	batch BatchEnqueuer // enq, if it is one
-	list  *ListQueue    // enq, if it is one
-	cfg   Config
-	tm    timing
-	keys  keyspace
-	log   *slog.Logger
-	info  sessionInfo
-	heart *heartbeater
-	sweep *sweeper
-	group *group        // every goroutine but calls of the Enqueuer that did not return
-	slots chan struct{} // calls of the Enqueuer under way
+	rdb    redis.UniversalClient
+	enq    Enqueuer
+	batch  BatchEnqueuer // enq, if it is one
+	list   *ListQueue    // enq, if it is one
+	bounds bool          // the client has timeouts of its own: no call blocks for long
+	cfg    Config
+	tm     timing
+	keys   keyspace
+	log    *slog.Logger
+	info   sessionInfo
+	heart  *heartbeater
+	sweep  *sweeper
+	group  *group        // every goroutine but calls of the Enqueuer that did not return
+	slots  chan struct{} // calls of the Enqueuer under way
 
 	life       context.Context // ends when the heartbeat may stop
 	endLife    context.CancelFunc
@@ -107,6 +108,7 @@ func New(rdb redis.UniversalClient, enq Enqueuer, cfg Config) (*Recoverer, error
 		sweepEnded: make(chan struct{}),
 		heartEnded: make(chan struct{}),
 	}
+	r.bounds = hasTimeouts(rdb)
 	r.batch, _ = enq.(BatchEnqueuer)
 	if r.list, _ = enq.(*ListQueue); r.list != nil {
 		r.list.rdb.CompareAndSwap(nil, &r.rdb)

@@ -184,7 +184,7 @@ func TestRedis_scriptFlush(t *testing.T) {
 
 // Every script runs twice at its first call, as after a lost reply: nothing changes for anybody.
 func TestRedis_everyScriptTwice(t *testing.T) {
-	for _, script := range slices.Sorted(maps.Values(scriptNames)) {
+	for _, script := range slices.Compact(slices.Sorted(maps.Values(scriptNames))) {
 		switch script {
 		case "count": // only a full Redis sees it: TestRedis_outOfMemorySweep
 			continue

@@ -46,7 +46,7 @@ func (r *Recoverer) join(ctx context.Context) (inc *incarnation, err error) {
 // joinOnce tries with one id. On an error nothing usable is left: an entry without a session is fenced and retired by the next sweep.
 func (r *Recoverer) joinOnce(ctx context.Context) (*incarnation, error) {
 	id := newWorkerID(r.cfg.WorkerName)
-	inc := newIncarnation(id, r.keys.worker(id), newCommitter(r.write, r.group.spawn, r.tm.call, r.absentDone))
+	inc := newIncarnation(r, id)
 	info, err := json.Marshal(r.info)
 	if err != nil {
 		return nil, fmt.Errorf("join as %q: %w", id, err)

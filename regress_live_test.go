@@ -172,6 +172,7 @@ func TestRegress_doneIsNotBounded(t *testing.T) {
 	inBubble(t, func(w *world) {
 		gate := make(chan struct{})
 		a := w.join("a", Config{})
+		a.bounds = false // as with a client that has no timeouts
 		l := w.track(a, "job")[0]
 		a.rdb.AddHook(&deaf{gate})
 		returned := make(chan error, 1)

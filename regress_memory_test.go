@@ -89,7 +89,7 @@ func TestRegress_P2_doneBetweenDecisionAndSubmit(t *testing.T) {
 		defer cancel()
 		_ = a.Stop(ctx)
 		require.Equal(t, []string{"one"}, a.enq.ids(), "handed back")
-		l.home.submit(l.fin) // second half
+		l.home.submit(l.fin, true) // second half
 		<-l.fin.settled
 		assert.ErrorIs(t, l.fin.err, ErrLost)
 	})

@@ -71,7 +71,7 @@ func (l *Lease) seal(data []byte) ([]byte, error) {
 	if data == nil || l.r.cfg.Codec == nil {
 		return slices.Clone(data), nil
 	}
-	return seal(data, checkpointContext(l.id), l.r.cfg.Codec)
+	return seal(data, checkpointContext(l.ID()), l.r.cfg.Codec)
 }
 
 // save runs checkpoint.lua.
@@ -197,7 +197,7 @@ func (l *Lease) arm() {
 	defer l.mu.Unlock()
 	if l.state == leaseActive {
 		l.timeout = time.AfterFunc(d, func() {
-			l.r.log.Warn("recovery: job timed out", "worker", l.r.WorkerID(), "job", l.job.ID, "lease", l.id, "queue", l.job.Queue, "timeout", d)
+			l.r.log.Warn("recovery: job timed out", "worker", l.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "timeout", d)
 			l.r.group.spawn(func() { l.r.surrender(l, TimedOut) })
 		})
 	}

@@ -18,7 +18,8 @@ var luaFiles embed.FS
 var (
 	joinScript     = loadScript("join")
 	beatScript     = loadScript("beat")
-	commitScript   = loadScript("commit")
+	trackScript    = loadScript("track")
+	doneScript     = loadScript("done")
 	whereScript    = loadScript("where")
 	claimScript    = loadScript("claim")
 	takeScript     = loadScript("take")

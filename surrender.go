@@ -25,7 +25,7 @@ func (r *Recoverer) surrender(l *Lease, reason Reason) {
 	g := giveUp{lease: l, reason: reason}
 	r.keepGiveUp(g)
 	if _, err := r.handOver(r.hard, g); err != nil && !errors.Is(err, errInClaims) {
-		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.id, "err", err)
+		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.ID(), "err", err)
 	}
 }
 
@@ -174,4 +174,40 @@ func (r *Recoverer) take(ctx context.Context, home *incarnation, member string, 
 		return 0, nil
 	}
 	return a.int(), a.err
+}
+
+// resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does. It does not
+// keep the sweep: an Enqueuer that hangs for them must not keep the jobs of others.
+func (p *pass) resumeOwn() {
+	inc := p.r.current.Load()
+	if inc == nil || !p.r.owes.Load() || !p.begin(ownWork) {
+		return
+	}
+	p.r.group.spawn(func() {
+		defer p.end(ownWork)
+		// Cleared before the look: a lease that is given up during it sets the flag again.
+		p.r.owes.Store(false)
+		_, err := p.r.settleGiveUps(p.ctx)
+		if empty := p.ownClaims(inc); err != nil || !empty {
+			p.r.owes.Store(true)
+		}
+	})
+}
+
+const ownWork = "" // in sweeper.busy; no worker has that id
+
+// ownClaims hands back what is due in this worker's own claims. It reports whether nothing is left there.
+func (p *pass) ownClaims(inc *incarnation) (empty bool) {
+	for p.ctx.Err() == nil {
+		c, err := p.r.claim(p.ctx, inc.id, true)
+		if err != nil {
+			p.r.log.Error("recovery: could not look after own claims", "worker", inc.id, "err", err)
+			return false
+		}
+		if c.verdict == verdictDead && p.handBack(c) {
+			continue
+		}
+		return c.verdict != verdictDead && (c.verdict != verdictIdle || c.wait < 0)
+	}
+	return false
 }

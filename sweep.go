@@ -297,31 +297,65 @@ func (p *pass) fail(err error) {
 	p.errs = append(p.errs, err)
 }
 
-// recoverWorker claims a dead worker's leases, page by page, until there is nothing to do now.
+// recoverWorker claims a dead worker's leases, page by page, until there is nothing to do now. While one page is handed back, the next is
+// being claimed.
 func (p *pass) recoverWorker(id string) {
-	for p.ctx.Err() == nil {
-		c, err := p.r.claim(p.ctx, id, false)
+	c, err := p.r.claim(p.ctx, id, false)
+	for progress := true; ; {
 		if err != nil {
 			p.fail(err)
 			return
 		}
-		p.tellVerdict(id, c)
-		switch c.verdict {
-		case verdictDead:
-			if p.handBack(c) {
-				continue
-			}
-			// Nobody took anything: what was refused, and falls due again meanwhile, is for the next pass.
-		case verdictEmpty:
-			if err := p.r.deregister(p.ctx, id); err != nil {
-				p.fail(err)
-				return
-			}
-			p.count(func(s *SweepReport) { s.Retired++ })
-		default:
-			p.watchFor(id, c.wait)
+		if p.tellVerdict(id, c); c.verdict != verdictDead {
+			p.leave(id, c)
+			return
 		}
+		var next func() (*claim, error)
+		if progress && len(c.leases) >= claimLeases/2 { // there are more, most likely
+			next = p.claimSoon(id)
+		}
+		progress = p.handBack(c)
+		c = nil
+		if next != nil {
+			// What it claimed must be offered. That it claimed nothing may be because these were not yet handed back.
+			if n, err := next(); err == nil && n.verdict == verdictDead {
+				c = n
+			}
+		}
+		if c == nil {
+			if !progress || p.ctx.Err() != nil {
+				return // what was refused, and falls due again meanwhile, is for the next pass
+			}
+			c, err = p.r.claim(p.ctx, id, false)
+		}
+	}
+}
+
+// leave is for a worker of which nothing is to be claimed now.
+func (p *pass) leave(id string, c *claim) {
+	if c.verdict != verdictEmpty {
+		p.watchFor(id, c.wait)
 		return
+	}
+	if err := p.r.deregister(p.ctx, id); err != nil {
+		p.fail(err)
+		return
+	}
+	p.count(func(s *SweepReport) { s.Retired++ })
+}
+
+// claimSoon begins a claim, and answers how to wait for it.
+func (p *pass) claimSoon(id string) func() (*claim, error) {
+	var c *claim
+	var err error
+	done := make(chan struct{})
+	p.r.group.spawn(func() {
+		defer close(done)
+		c, err = p.r.claim(p.ctx, id, false)
+	})
+	return func() (*claim, error) {
+		<-done
+		return c, err
 	}
 }
 
@@ -359,40 +393,4 @@ func (p *pass) handBack(c *claim) bool {
 		}
 	})
 	return h.handedBack+h.buried > 0 || len(c.leases) == 0
-}
-
-// resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does. It does not
-// keep the sweep: an Enqueuer that hangs for them must not keep the jobs of others.
-func (p *pass) resumeOwn() {
-	inc := p.r.current.Load()
-	if inc == nil || !p.r.owes.Load() || !p.begin(ownWork) {
-		return
-	}
-	p.r.group.spawn(func() {
-		defer p.end(ownWork)
-		// Cleared before the look: a lease that is given up during it sets the flag again.
-		p.r.owes.Store(false)
-		_, err := p.r.settleGiveUps(p.ctx)
-		if empty := p.ownClaims(inc); err != nil || !empty {
-			p.r.owes.Store(true)
-		}
-	})
-}
-
-const ownWork = "" // in sweeper.busy; no worker has that id
-
-// ownClaims hands back what is due in this worker's own claims. It reports whether nothing is left there.
-func (p *pass) ownClaims(inc *incarnation) (empty bool) {
-	for p.ctx.Err() == nil {
-		c, err := p.r.claim(p.ctx, inc.id, true)
-		if err != nil {
-			p.r.log.Error("recovery: could not look after own claims", "worker", inc.id, "err", err)
-			return false
-		}
-		if c.verdict == verdictDead && p.handBack(c) {
-			continue
-		}
-		return c.verdict != verdictDead && (c.verdict != verdictIdle || c.wait < 0)
-	}
-	return false
 }

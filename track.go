@@ -13,7 +13,7 @@ import (
 // recorded and is being handed back, and the caller must drop it. If Redis' answer was lost, the record is removed as soon as
 // Redis can be reached; if the process dies before that, the job is handed back although Track had failed.
 func (r *Recoverer) Track(ctx context.Context, job Job) (*Lease, error) {
-	leases, err := r.track(ctx, []Job{job})
+	leases, err := r.track(ctx, job)
 	if err != nil {
 		return nil, err
 	}
@@ -25,10 +25,10 @@ func (r *Recoverer) TrackAll(ctx context.Context, jobs ...Job) ([]*Lease, error)
 	if len(jobs) == 0 {
 		return nil, nil
 	}
-	return r.track(ctx, jobs)
+	return r.track(ctx, jobs...)
 }
 
-func (r *Recoverer) track(ctx context.Context, jobs []Job) ([]*Lease, error) {
+func (r *Recoverer) track(ctx context.Context, jobs ...Job) ([]*Lease, error) {
 	for i := range jobs {
 		if err := jobs[i].validate(&r.cfg); err != nil {
 			return nil, err
@@ -57,8 +57,7 @@ func (r *Recoverer) trackLive(ctx context.Context, jobs []Job) ([]*Lease, error)
 	for attempt := 1; ; attempt++ {
 		inc := r.current.Load()
 		leases, err := r.trackIn(ctx, inc, jobs)
-		var over *notLiveError
-		if !errors.As(err, &over) || attempt > 1 {
+		if !isNotLive(err) || attempt > 1 {
 			return leases, err
 		}
 		if err := r.awaitRejoin(ctx, inc, err); err != nil {
@@ -81,18 +80,24 @@ func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) (
 	if err != nil {
 		return nil, err
 	}
-	o := newOp(opTrack, leases...)
-	inc.submit(o)
-	select {
-	case <-o.settled:
-	case <-ctx.Done():
-		if o.abandon() {
-			return nil, ctx.Err()
-		}
-		<-o.settled
+	var o *op
+	if len(leases) == 1 {
+		o = leases[0].ops[0].only(opTrack, leases[0])
+	} else {
+		o = newOp(opTrack, leases...)
 	}
-	var over *notLiveError
-	if errors.As(o.err, &over) {
+	inc.submit(o, ctx.Done() == nil)
+	if o.settled != nil {
+		select {
+		case <-o.settled:
+		case <-ctx.Done():
+			if o.abandon() {
+				return nil, ctx.Err()
+			}
+			<-o.settled
+		}
+	}
+	if isNotLive(o.err) {
 		r.discard(leases) // certainly not recorded. In any other case a record may need its payload
 	}
 	if o.err != nil {
@@ -103,29 +108,41 @@ func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) (
 
 // prepare makes the leases of jobs, each with its name and its record, and stores their large payloads.
 func (r *Recoverer) prepare(ctx context.Context, inc *incarnation, jobs []Job) ([]*Lease, error) {
-	leases := make([]*Lease, 0, len(jobs))
-	for _, job := range jobs {
-		l := &Lease{r: r, job: job, parent: ctx, stored: r.stores(&job)}
+	var leases []*Lease
+	for i := range jobs {
+		l := &Lease{r: r, job: jobs[i], parent: ctx, stored: r.stores(&jobs[i])}
 		inc.admit(l)
-		leases = append(leases, l)
-		var err error
-		if l.record, err = encodeRecord(&l.job, l.id, r.cfg.Codec, l.stored); err == nil && l.stored {
-			err = r.putPayload(ctx, &l.job, l.id)
+		if leases == nil {
+			leases = l.ops[0].one[:0] // room for one, where it lies anyway
 		}
-		if err != nil {
+		leases = append(leases, l)
+		if err := r.encode(ctx, l); err != nil {
 			inc.drop(members(leases)...)
 			r.discard(leases)
-			return nil, fmt.Errorf("job %q: %w", job.ID, err)
+			return nil, fmt.Errorf("job %q: %w", l.job.ID, err)
 		}
 	}
 	return leases, nil
+}
+
+// encode makes the lease's record.
+func (r *Recoverer) encode(ctx context.Context, l *Lease) (err error) {
+	id := ""
+	if r.cfg.Codec != nil || l.stored {
+		id = l.ID() // made only where it is needed
+	}
+	if l.record, err = encodeRecord(&l.job, id, r.cfg.Codec, l.stored); err == nil && l.stored {
+		err = r.putPayload(ctx, &l.job, id)
+	}
+	l.args[1] = l.record
+	return err
 }
 
 // discard removes the stored payloads of leases that never were.
 func (r *Recoverer) discard(leases []*Lease) {
 	for _, l := range leases {
 		if l.stored {
-			r.deletePayload(r.hard, l.id)
+			r.deletePayload(r.hard, l.ID())
 		}
 	}
 }
@@ -157,8 +174,8 @@ func (r *Recoverer) ended(n int) {
 
 func (r *Recoverer) noteLost(l *Lease) {
 	r.counts.lost.Add(1)
-	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.id, "queue", l.job.Queue)
-	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.id, Job: l.job.ID, Queue: l.job.Queue})
+	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
+	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.job.ID, Queue: l.job.Queue})
 }
 
 // absentDone answers Done when Redis knows nothing of the incarnation. Redis lost its data, and with it the jobs: nobody has

@@ -171,10 +171,9 @@ func TestTrack_lateCopyIsRefused(t *testing.T) {
 		require.NoError(t, l.Done())
 		for number := 1; number <= 2; number++ {
 			// As the network would deliver it: the same MULTI again.
-			a, err := m.write(bg, inc, []any{"1", l.record, "2", l2.record}, []any{"lane0", number, 2, 0, 0, "1", "2"})
+			a, err := m.write(bg, inc, "lane0", uint64(number), false, &writing{records: []any{"1", l.record, "2", l2.record}, track: []any{"1", "2"}})
 			require.NoError(t, err)
-			assert.EqualValues(t, 1, a.int(), "live")
-			assert.EqualValues(t, 0, a.int(), "a copy")
+			assert.Equal(t, l2.Fence(), a.start, "live, and a copy: the start is that of the first one")
 		}
 		assert.Equal(t, []string{"2"}, w.inflight(m.WorkerID()))
 		assert.Equal(t, []string{"2"}, w.raw.HKeys(bg, inc.keys.jobs).Val(), "no stray record either")

@@ -217,22 +217,6 @@ func putArrivalsBack(ctx context.Context, rdb redis.Cmdable, arrived, queue, sid
 	return nil
 }
 
-// dedicated is a client with the same settings and connections of its own. own is false for a client of unknown make: then what can't be ended
-// is left to end by itself.
-func dedicated(rdb redis.UniversalClient) (client redis.UniversalClient, own bool) {
-	switch c := rdb.(type) {
-	case *redis.Client:
-		o := *c.Options()
-		o.MaxRetries, o.MinIdleConns, o.PoolSize = -1, 0, max(o.PoolSize, 64)
-		return redis.NewClient(&o), true
-	case *redis.ClusterClient:
-		o := *c.Options()
-		o.MinIdleConns, o.PoolSize = 0, max(o.PoolSize, 64)
-		return redis.NewClusterClient(&o), true
-	}
-	return rdb, false
-}
-
 // The registry of queues tells a sweep whose arrivals to look at. A member is the consumers' end, a colon, and the list's key.
 
 func queueEntry(q *ListQueue) string { return q.side + ":" + q.key }

@@ -179,9 +179,9 @@ func (p *pool) one(l *Lease) {
 		return
 	}
 	if err != nil {
-		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.id, "queue", l.job.Queue, "err", err)
+		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "err", err)
 	}
 	if err := l.Done(); err != nil && !errors.Is(err, ErrLost) { // a loss was told when it happened
-		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.id, "err", err)
+		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "err", err)
 	}
 }

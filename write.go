@@ -4,45 +4,135 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 
 	"github.com/redis/go-redis/v9"
 )
 
-// write sends a batch: the records by a plain HSET and the rest by the script, in one MULTI.
-func (r *Recoverer) write(ctx context.Context, inc *incarnation, records, args []any) (*replies, error) {
-	keys := []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs, inc.keys.claims, inc.keys.handed}
-	if len(records) == 0 {
-		return answerOf(commitScript.Run(ctx, r.rdb, keys, args...))
-	}
-	if r.cfg.WaitReplicas > 0 {
-		return r.writeReplicated(ctx, inc.keys.jobs, records, keys, args)
-	}
-	cmd, err := r.writeTx(ctx, inc.keys.jobs, records, func(p redis.Pipeliner) *redis.Cmd {
-		return commitScript.EvalSha(ctx, p, keys, args...)
-	})
-	if isNoScript(err) {
-		// The HSET was executed, the script was not. The same batch again, with the script's text.
-		cmd, err = r.writeTx(ctx, inc.keys.jobs, records, func(p redis.Pipeliner) *redis.Cmd {
-			return commitScript.Eval(ctx, p, keys, args...)
-		})
-	}
-	if err != nil {
-		return nil, err
-	}
-	return answerOf(cmd)
+// written is Redis' answer to a batch.
+type written struct {
+	start   int64 // of the tracked leases; or what track.lua answers where it refuses
+	missing []int // positions, from 0, of done leases that were not there
 }
 
-func (r *Recoverer) writeTx(ctx context.Context, jobs string, records []any, script func(redis.Pipeliner) *redis.Cmd) (cmd *redis.Cmd, err error) {
-	var hset *redis.IntCmd
-	_, err = r.rdb.TxPipelined(ctx, func(p redis.Pipeliner) error {
-		hset = p.HSet(ctx, jobs, records...)
-		cmd = script(p)
+// commands are the beginnings of an incarnation's writes. They are made once: a batch only adds its arguments.
+type commands struct{ hset, track, done []any }
+
+func newCommands(k workerKeys) commands {
+	return commands{
+		hset:  []any{"hset", k.jobs},
+		track: []any{"evalsha", trackScript.Hash(), "3", k.session, k.inflight, k.jobs},
+		done:  []any{"evalsha", doneScript.Hash(), "2", k.inflight, k.jobs},
+	}
+}
+
+// write sends a batch: the records by a plain HSET and the rest by scripts, in one MULTI. What only removes is one command. full is for memory
+// that is used again.
+func (r *Recoverer) write(ctx context.Context, inc *incarnation, lane string, number uint64, scored bool, w *writing) (written, error) {
+	var hset, track, done *redis.Cmd
+	if number > 0 {
+		flag := "0"
+		if scored {
+			flag = "1"
+		}
+		track = command(ctx, 3, inc.cmds.track, []any{lane, strconv.FormatUint(number, 10), flag}, w.track)
+	}
+	if len(w.records) > 0 {
+		hset = command(ctx, 1, inc.cmds.hset, nil, w.records)
+	}
+	if w.dones > 0 {
+		done = command(ctx, 3, inc.cmds.done, []any{strconv.Itoa(w.dones)}, w.done)
+	}
+	err := r.send(ctx, inc, hset, track, done)
+	if isNoScript(err) {
+		// The HSET was executed, a script was not. The same batch again, with the scripts' texts.
+		spellOut(track, "track")
+		spellOut(done, "done")
+		err = r.send(ctx, inc, hset, track, done)
+	}
+	if err != nil {
+		return written{}, err
+	}
+	return readWritten(track, done)
+}
+
+// command puts a command together.
+func command(ctx context.Context, key int8, parts ...[]any) *redis.Cmd {
+	n := 0
+	for _, p := range parts {
+		n += len(p)
+	}
+	args := make([]any, 0, n)
+	for _, p := range parts {
+		args = append(args, p...)
+	}
+	cmd := redis.NewCmd(ctx, args...)
+	cmd.SetFirstKeyPos(key)
+	return cmd
+}
+
+// spellOut makes an EVALSHA an EVAL.
+func spellOut(cmd *redis.Cmd, stem string) {
+	if cmd != nil {
+		cmd.SetErr(nil)
+		cmd.Args()[0], cmd.Args()[1] = "eval", luaSource(stem)
+	}
+}
+
+// send makes one attempt.
+func (r *Recoverer) send(ctx context.Context, inc *incarnation, hset, track, done *redis.Cmd) error {
+	if r.cfg.WaitReplicas > 0 && track != nil {
+		return r.sendReplicated(ctx, inc.keys.jobs, hset, track, done)
+	}
+	if hset == nil && (track == nil || done == nil) {
+		cmd := track
+		if cmd == nil {
+			cmd = done
+		}
+		return r.rdb.Process(ctx, cmd)
+	}
+	fill := func(p redis.Pipeliner) error {
+		for _, cmd := range []*redis.Cmd{hset, track, done} {
+			if cmd != nil {
+				_ = p.Process(ctx, cmd)
+			}
+		}
 		return nil
-	})
+	}
+	if hset == nil { // nothing to be written together; and a full Redis refuses any MULTI
+		_, err := r.rdb.Pipelined(ctx, fill)
+		return err
+	}
+	_, err := r.rdb.TxPipelined(ctx, fill)
 	if redis.HasErrorPrefix(err, "EXECABORT") && hset.Err() != nil {
 		err = fmt.Errorf("%w: %w", hset.Err(), err) // OOM, say: why it was aborted
 	}
-	return cmd, err
+	return err
+}
+
+func readWritten(track, done *redis.Cmd) (w written, err error) {
+	if track != nil {
+		if w.start, err = track.Int64(); err != nil {
+			return w, fmt.Errorf("track script: %w", err)
+		}
+	}
+	if done == nil {
+		return w, nil
+	}
+	switch v := done.Val().(type) {
+	case int64:
+	case []any:
+		for _, p := range v {
+			n, ok := p.(int64)
+			if !ok || n < 1 {
+				return w, fmt.Errorf("done script answered a position %v", p)
+			}
+			w.missing = append(w.missing, int(n)-1)
+		}
+	default:
+		return w, fmt.Errorf("done script answered %T", v)
+	}
+	return w, nil
 }
 
 func answerOf(cmd *redis.Cmd) (*replies, error) {
@@ -71,35 +161,37 @@ func (r *Recoverer) runReplicated(ctx context.Context, s *redis.Script, keys []s
 	})
 }
 
-// writeReplicated is write with WAIT. The MULTI is spelled out, because WAIT inside of one does not wait.
-func (r *Recoverer) writeReplicated(ctx context.Context, jobs string, records []any, keys []string, args []any) (*replies, error) {
+// sendReplicated is send with WAIT. The MULTI is spelled out, because WAIT inside of one does not wait.
+func (r *Recoverer) sendReplicated(ctx context.Context, jobs string, hset, track, done *redis.Cmd) error {
+	var sent []*redis.Cmd
 	exec, err := r.onNode(ctx, jobs, func(p redis.Pipeliner, text bool) *redis.Cmd {
-		p.Do(ctx, "MULTI")
-		p.Do(ctx, append([]any{"HSET", jobs}, records...)...)
-		script := []any{"EVALSHA", commitScript.Hash()}
 		if text {
-			script = []any{"EVAL", luaSource("commit")}
+			spellOut(track, "track")
+			spellOut(done, "done")
 		}
-		script = append(script, len(keys))
-		for _, k := range keys {
-			script = append(script, k)
+		sent = nil
+		p.Do(ctx, "MULTI")
+		for _, cmd := range []*redis.Cmd{hset, track, done} {
+			if cmd != nil {
+				p.Do(ctx, cmd.Args()...)
+				sent = append(sent, cmd)
+			}
 		}
-		p.Do(ctx, append(script, args...)...)
 		return p.Do(ctx, "EXEC")
 	})
 	if err != nil {
-		return nil, err
+		return err
 	}
-	results := readReplies(exec) // of HSET and of the script
-	results.next()
-	values, ok := results.next().([]any)
-	if results.err != nil {
-		return nil, results.err
+	results, err := exec.Slice()
+	if err == nil && len(results) != len(sent) {
+		err = fmt.Errorf("EXEC answered %d values, not %d", len(results), len(sent))
 	}
-	if !ok {
-		return nil, errors.New("commit script answered no list")
+	for i, cmd := range sent {
+		if err == nil {
+			cmd.SetVal(results[i])
+		}
 	}
-	return &replies{values: values}, nil
+	return err
 }
 
 // onNode sends what fill queues, and WAIT, in one pipeline to the node of key. fill returns the command whose answer counts.

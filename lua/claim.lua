@@ -84,41 +84,66 @@ local answer = {2, -1, now, fenced, put_aside}
 local taken, bytes = 0, 0
 local until_ms = ms(now + claim_ttl)
 
--- take answers one lease and renews its claim. start, us, is for one that was not claimed before.
-local function take(id, start)
-  local fields = redis.call("HMGET", jobs, id, id .. ".cp", id .. ".claim")
-  local record, checkpoint, meta = fields[1], fields[2], fields[3]
-  if not meta then
-    meta = start .. " 0 crashed -"
-    redis.call("HSET", jobs, id .. ".claim", meta)
+-- take answers some leases and renews their claims. starts, us, are for those that were not claimed before.
+local function take(ids, starts)
+  local fields, claimed, metas = {}, {}, {}
+  for i, id in ipairs(ids) do
+    fields[i * 3 - 2], fields[i * 3 - 1], fields[i * 3] = id, id .. ".cp", id .. ".claim"
+    claimed[i * 2 - 1], claimed[i * 2] = until_ms, id
   end
-  redis.call("ZADD", claims, until_ms, id)
-  for _, v in ipairs({id, meta, record, checkpoint}) do
-    answer[#answer + 1] = v
+  local values = redis.call("HMGET", jobs, unpack(fields))
+  local largest = 1
+  for i, id in ipairs(ids) do
+    local record, checkpoint, meta = values[i * 3 - 2], values[i * 3 - 1], values[i * 3]
+    if not meta then
+      meta = (starts and starts[i] or "0") .. " 0 crashed -"
+      metas[#metas + 1] = id .. ".claim"
+      metas[#metas + 1] = meta
+    end
+    local n = #answer
+    answer[n + 1], answer[n + 2], answer[n + 3], answer[n + 4] = id, meta, record, checkpoint
+    local size = (record and #record or 0) + (checkpoint and #checkpoint or 0)
+    bytes, largest = bytes + size, math.max(largest, size)
   end
-  taken = taken + 1
-  bytes = bytes + (record and #record or 0) + (checkpoint and #checkpoint or 0)
+  if #metas > 0 then
+    redis.call("HSET", jobs, unpack(metas))
+  end
+  redis.call("ZADD", claims, unpack(claimed))
+  taken = taken + #ids
+  return largest
+end
+
+-- A page is as large as the bytes allow, if the next records are like the last ones.
+local page = 4
+local function next_page(largest)
+  page = math.max(1, math.min(250, math.floor((most_bytes - bytes) / largest)))
 end
 
 local function full() return taken >= most or bytes >= most_bytes end
 
 if taken_before then
   until_ms = taken_before
-  for _, id in ipairs(redis.call("ZRANGEBYSCORE", claims, until_ms, until_ms, "LIMIT", 0, most)) do
-    take(id, "0")
+  local ids = redis.call("ZRANGEBYSCORE", claims, until_ms, until_ms, "LIMIT", 0, most)
+  for from = 1, #ids, 250 do
+    take({unpack(ids, from, math.min(from + 249, #ids))})
   end
   return answer
 end
-for _, id in ipairs(redis.call("ZRANGEBYSCORE", claims, "-inf", ms(now), "LIMIT", 0, most)) do
-  if full() then break end
-  take(id, "0")
+while not full() do
+  local ids = redis.call("ZRANGEBYSCORE", claims, "-inf", ms(now), "LIMIT", 0, math.min(page, most - taken))
+  if #ids == 0 then break end
+  next_page(take(ids))
 end
 if not own then
-  local page = redis.call("ZRANGE", inflight, 0, most - 1, "WITHSCORES")
-  for i = 1, #page, 2 do
-    if full() then break end
-    redis.call("ZREM", inflight, page[i])
-    take(page[i], ms(tonumber(page[i + 1])))
+  while not full() do
+    local found = redis.call("ZRANGE", inflight, 0, math.min(page, most - taken) - 1, "WITHSCORES")
+    if #found == 0 then break end
+    local ids, starts = {}, {}
+    for i = 1, #found, 2 do
+      ids[#ids + 1], starts[#starts + 1] = found[i], ms(tonumber(found[i + 1]))
+    end
+    redis.call("ZREM", inflight, unpack(ids))
+    next_page(take(ids, starts))
   end
   -- Records without an index: only damage, or a death inside of a retried Track, leaves them. Understood, so handed back.
   if taken == 0 and redis.call("ZCARD", inflight) == 0 and redis.call("HLEN", jobs) > 0 then
@@ -131,7 +156,7 @@ if not own then
           redis.call("HDEL", jobs, field)
         end
       elseif not redis.call("ZSCORE", claims, field) then
-        take(field, "0")
+        take({field})
       end
     end
   end

@@ -1,51 +1,57 @@
--- deliver: pushes the jobs of some leases into lists, and forgets the leases, in one step: each is handed back exactly once.
+-- deliver: pushes the jobs of some leases into a list, and forgets the leases, in one step: each is handed back exactly once.
 -- KEYS[1] inflight ZSET
 -- KEYS[2] jobs     HASH
 -- KEYS[3] claims   ZSET
 -- KEYS[4] handed   SET
--- KEYS[5...] lists to push to
+-- KEYS[5] list to push to
 -- ARGV[1] retention of the proof, ms
 -- ARGV[2] 1: the caller is the live worker that holds the leases, and gives back what nobody has claimed
--- ARGV[3...] five values a lease: member; position of its list, from 1; LPUSH or RPUSH; what the next is: "at" the position in the
---         record at which the element begins, "is" the element, "lost" the element of a lease that Redis may have lost; that value
--- Returns for each lease 1 pushed now; 2 it was handed back before; 0 there is no such lease; or why it could not be pushed.
+-- ARGV[3] LPUSH or RPUSH
+-- ARGV[4...] three values a lease, at most 500 leases: member; what the next is: "at" the position in the record at which the element begins, "is"
+--         the element, "lost" the element of a lease that Redis may have lost; that value
+-- Returns for each lease 1 pushed now; 2 it was handed back before; 0 there is no such lease; 3 it has no record. An error of the push, and then
+-- nothing was done.
 -- Atomic: push and removal are one step. That is what makes it exactly once.
 -- Twice: a lease that was pushed is in handed.
-local inflight, jobs, claims, handed = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local tombstone, own = ARGV[1], ARGV[2] == "1"
+local inflight, jobs, claims, handed, list = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local tombstone, own, push = ARGV[1], ARGV[2] == "1", ARGV[3]
 
 redis.call("HDEL", jobs, "") -- lets the push through when Redis is out of memory: see claim.lua
 
--- Every key is read before anything is pushed: one of the wrong type must not end the script half-way.
-local function outcome(id, how)
-  local claimed, held = redis.call("ZSCORE", claims, id), redis.call("ZSCORE", inflight, id)
-  if redis.call("SISMEMBER", handed, id) == 1 then
-    return 2
-  end
-  return (claimed or own and held or how == "lost") and 1 or 0
+local ids = {}
+for i = 4, #ARGV, 3 do
+  ids[#ids + 1] = ARGV[i]
 end
+-- Every key is read before anything is pushed: one of the wrong type must not end the script half-way.
+local claimed, held = redis.call("ZMSCORE", claims, unpack(ids)), redis.call("ZMSCORE", inflight, unpack(ids))
+local before, records = redis.call("SMISMEMBER", handed, unpack(ids)), redis.call("HMGET", jobs, unpack(ids))
 
-local answer = {}
-for i = 3, #ARGV, 5 do
-  local id, list, push, how, value = ARGV[i], KEYS[4 + ARGV[i + 1]], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  local verdict = outcome(id, how)
-  if verdict == 1 then
-    local element = value
-    if how == "at" then
-      element = redis.call("HGET", jobs, id)
-      element = element and string.sub(element, tonumber(value))
-    end
-    local pushed = element and redis.pcall(push, list, element) or {err = "the record is missing"}
-    if type(pushed) == "table" then
-      verdict = pushed.err
-    else
-      redis.call("ZREM", claims, id)
-      redis.call("ZREM", inflight, id)
-      redis.call("HDEL", jobs, id, id .. ".cp", id .. ".cpn", id .. ".claim")
-      redis.call("SADD", handed, id)
-      redis.call("PEXPIRE", handed, tombstone)
-    end
+local answer, elements, leases, fields = {}, {}, {}, {}
+for i, id in ipairs(ids) do
+  local how, value = ARGV[i * 3 + 2], ARGV[i * 3 + 3]
+  if before[i] == 1 then
+    answer[i] = 2
+  elseif not (claimed[i] or own and held[i] or how == "lost") then
+    answer[i] = 0
+  elseif how == "at" and not records[i] then
+    answer[i] = 3
+  else
+    answer[i] = 1
+    local n = #fields
+    elements[#elements + 1] = how == "at" and string.sub(records[i], tonumber(value)) or value
+    leases[#leases + 1] = id
+    fields[n + 1], fields[n + 2], fields[n + 3], fields[n + 4] = id, id .. ".cp", id .. ".cpn", id .. ".claim"
   end
-  answer[#answer + 1] = verdict
+end
+if #leases > 0 then
+  local pushed = redis.pcall(push, list, unpack(elements))
+  if type(pushed) == "table" then
+    return pushed
+  end
+  redis.call("ZREM", claims, unpack(leases))
+  redis.call("ZREM", inflight, unpack(leases))
+  redis.call("HDEL", jobs, unpack(fields))
+  redis.call("SADD", handed, unpack(leases))
+  redis.call("PEXPIRE", handed, tombstone)
 end
 return answer

@@ -1,0 +1,219 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"slices"
+)
+
+// What becomes of a batch once Redis has answered, or has not.
+
+// settle hands Redis' answer to every op.
+func (c *committer) settle(ctx context.Context, l *lane, b *batch, answer written) {
+	refused := c.refusal(ctx, b, answer.start)
+	missing, next := c.outcomes(ctx, b, answer.missing), 0
+	pos := 0
+	for _, o := range b.ops {
+		switch o.kind {
+		case opTrack:
+			c.settleTrack(l, o, refused, answer.start)
+			continue
+		case opRetrack:
+			o.release()
+			o.settle(refused)
+			continue
+		}
+		var end error // nil: it was there
+		if next < len(missing) && missing[next].pos == pos {
+			end = missing[next].err
+			next++
+		}
+		pos++
+		if o.kind == opDone {
+			c.settleDone(l, o, end)
+		} else {
+			c.inc.count(o.debt.paid)
+			o.settle(nil)
+		}
+	}
+}
+
+// refusal reads the answer to Track. A session that is not live took nothing, except when an earlier copy of the batch ran while it still
+// was: those leases are with the peers now, and must not be tracked a second time. Where the session itself is gone, the leases tell.
+func (c *committer) refusal(ctx context.Context, b *batch, start int64) error {
+	if b.tracks == 0 || start > 0 {
+		return nil
+	}
+	if start == trackedBefore {
+		return ErrLost
+	}
+	for _, o := range b.ops {
+		if o.kind != opTrack && o.kind != opRetrack {
+			continue
+		}
+		_, places, err := c.r.where(ctx, c.inc, spots(o.leases)...)
+		if err != nil {
+			return &unprovenError{err}
+		}
+		if slices.ContainsFunc(places, func(p int64) bool { return p == placeTracked || p == placeClaimed || p == placeHanded }) {
+			return ErrLost
+		}
+	}
+	return &notLiveError{absent: start == sessionAbsent}
+}
+
+// trackedBefore is track.lua's answer that a copy of the batch was executed, and that the session has ended since.
+const trackedBefore = -2
+
+// missed is the outcome of one Done whose lease was not there.
+type missed struct {
+	pos int
+	err error // nil: an earlier copy removed it
+}
+
+// outcomes asks what became of done leases that were not there: they are lost only if there is proof.
+func (c *committer) outcomes(ctx context.Context, b *batch, positions []int) []missed {
+	if len(positions) == 0 {
+		return nil
+	}
+	var done []*op
+	for _, o := range b.ops {
+		if o.kind == opDone || o.kind == opRemove {
+			done = append(done, o)
+		}
+	}
+	all := make([]missed, 0, len(positions))
+	for _, p := range positions {
+		m := missed{pos: p}
+		if p < len(done) && done[p].kind == opDone {
+			m.err = c.proof(ctx, done[p].leases[0])
+		}
+		all = append(all, m)
+	}
+	return all
+}
+
+func (c *committer) proof(ctx context.Context, l *Lease) error {
+	at, _ := l.place()
+	session, places, err := c.r.where(ctx, c.inc, at)
+	switch {
+	case err != nil:
+		return &unprovenError{err}
+	case places[0] == placeClaimed, places[0] == placeHanded:
+		return ErrLost
+	case session == sessionAbsent:
+		return c.r.absentDone()
+	}
+	return nil
+}
+
+// unprovenError means that Redis did not say what became of a lease.
+type unprovenError struct{ error }
+
+func (e *unprovenError) Unwrap() error { return e.error }
+
+func (c *committer) settleTrack(l *lane, o *op, err error, start int64) {
+	wanted := o.decide()
+	if wanted && err == nil {
+		err = c.inc.confirm(o.leases, start)
+	}
+	var unproven *unprovenError
+	if errors.As(err, &unproven) {
+		c.owe(l, o.leases, debtPhantom)
+	}
+	if !wanted || err != nil {
+		c.inc.drop(members(o.leases)...)
+	}
+	if wanted {
+		o.answer(err)
+	} else if err == nil {
+		// The caller gave up while the write was under way: nobody runs what it recorded.
+		c.inc.count(func(t *tally) { t.acked += int64(len(o.leases)) })
+		c.owe(l, o.leases, debtKnown)
+	}
+}
+
+func (c *committer) settleDone(l *lane, o *op, err error) {
+	var unproven *unprovenError
+	if errors.As(err, &unproven) {
+		c.repeatDone(l, o)
+		o.settle(err)
+		return
+	}
+	c.inc.count(func(t *tally) { t.doneAcked++ })
+	o.leases[0].finish(err)
+	o.settle(err)
+}
+
+// owe makes the lane remove records that nobody runs: at once if they are known to be there, else with the next beat.
+func (c *committer) owe(l *lane, leases []*Lease, why debt) {
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	for _, lease := range leases {
+		l.unsettled = append(l.unsettled, newRemoval(lease.member, why))
+	}
+	l.retry = l.retry || why == debtKnown
+}
+
+// unknown keeps a batch that may or may not have been executed. Its callers are told, and so are those who wait for what the lane owed
+// before: nobody waits for longer than one attempt takes. The lane owes them the rest.
+func (c *committer) unknown(l *lane, b *batch, err error) {
+	c.qmu.Lock()
+	owed := l.unsettled
+	l.unsettled, l.retry = nil, false
+	l.dirty = l.dirty || b.numbered
+	c.qmu.Unlock()
+	for _, o := range append(slices.Clone(b.ops), owed...) {
+		switch o.kind {
+		case opTrack:
+			c.inc.drop(members(o.leases)...)
+			c.owe(l, o.leases, debtPhantom)
+		case opRetrack:
+			c.repeatRetrack(l, o)
+		case opDone:
+			c.repeatDone(l, o)
+		case opRemove:
+			c.qmu.Lock()
+			l.unsettled = append(l.unsettled, o)
+			c.qmu.Unlock()
+			continue
+		}
+		o.settle(err)
+	}
+}
+
+// repeatDone puts a copy of Done's write into the lane's debts, for the next call of Done to wait for.
+func (c *committer) repeatDone(l *lane, o *op) {
+	lease := o.leases[0]
+	again := newOp(opDone, lease)
+	again.counted = o.counted
+	c.qmu.Lock()
+	defer c.qmu.Unlock()
+	lease.mu.Lock()
+	lease.fin = again
+	lease.mu.Unlock()
+	l.unsettled = append(l.unsettled, again)
+}
+
+// repeatRetrack keeps the leases held: were one removed by another lane now, a late copy of this write could bring it back.
+func (c *committer) repeatRetrack(l *lane, o *op) {
+	again := newOp(opRetrack, o.leases...)
+	c.qmu.Lock() // in one step: a Done that sees the lane must come behind it
+	defer c.qmu.Unlock()
+	for _, lease := range o.leases {
+		lease.mu.Lock()
+		if lease.again == o {
+			lease.again, lease.lane = again, l
+		}
+		lease.mu.Unlock()
+	}
+	l.unsettled = append(l.unsettled, again)
+}
+
+// submitAfter sends o by the lane that owes its lease a write of unknown outcome, and so after that write.
+func (c *committer) submitAfter(l *lane, o *op) {
+	c.qmu.Lock()
+	l.unsettled = append(l.unsettled, o)
+	c.qmu.Unlock()
+	c.kick()
+}
