@@ -119,6 +119,7 @@ func (r *Recoverer) leave(ctx context.Context, overtime bool) (int, error) {
 			return 0, err
 		}
 		n, err := r.returnRest(ctx, inc)
+		r.waits.putBack(ctx, r.waits.lists())
 		more, giveUpErr := r.settleGiveUps(ctx) // before the proof goes
 		if err = errors.Join(err, giveUpErr); err == nil {
 			err = r.retireOwn(ctx, inc)

@@ -195,12 +195,20 @@ func (w *waits) putBackSoon(lists []*ListQueue) {
 	w.r.group.spawn(func() {
 		ctx, cancel := w.r.limit(w.r.hard)
 		defer cancel()
-		for _, q := range lists {
-			if err := putArrivalsBack(ctx, w.r.rdb, w.r.keys.arrived(q.key), q.key, q.side); err != nil && ctx.Err() == nil {
-				w.r.log.Warn("recovery: could not put an arrival back, the next sweep or fetch will", "worker", w.r.WorkerID(), "queue", q.key, "err", err)
-			}
+		w.putBack(ctx, lists)
+		// Redis may notice a moment later that a connection was closed, and until then move one more element for it.
+		if w.r.State() != StateRunning && sleep(ctx, 50*time.Millisecond) {
+			w.putBack(ctx, lists)
 		}
 	})
+}
+
+func (w *waits) putBack(ctx context.Context, lists []*ListQueue) {
+	for _, q := range lists {
+		if err := putArrivalsBack(ctx, w.r.rdb, w.r.keys.arrived(q.key), q.key, q.side); err != nil && ctx.Err() == nil {
+			w.r.log.Warn("recovery: could not put an arrival back, the next sweep or fetch will", "worker", w.r.WorkerID(), "queue", q.key, "err", err)
+		}
+	}
 }
 
 // putArrivalsBack makes what has arrived first in line again, in its order.
@@ -249,6 +257,17 @@ func (w *waits) register(ctx context.Context, lists []*ListQueue) error {
 func (w *waits) entries(now time.Time) (all []redis.Z) {
 	w.r.fetching.Range(func(entry, _ any) bool {
 		all = append(all, redis.Z{Score: float64(now.UnixMilli()), Member: entry})
+		return true
+	})
+	return all
+}
+
+// lists are those that this worker has waited for.
+func (w *waits) lists() (all []*ListQueue) {
+	w.r.known.Range(func(_, q any) bool {
+		if _, waited := w.r.fetching.Load(queueEntry(q.(*ListQueue))); waited {
+			all = append(all, q.(*ListQueue))
+		}
 		return true
 	})
 	return all

@@ -18,7 +18,8 @@ import (
 // say, by l.Release or by a queue of its own. A handler that called Done or Release itself is left in peace. If it panics, the job is handed
 // back with Reason Panicked, counted, and Work goes on.
 //
-// If handlers are fast, Work fetches ahead as many jobs as run; if they are slow, none: those would wait here while a peer is idle.
+// If handlers are fast, Work fetches ahead a few times as many jobs as run; if they are slow, none: those would wait here while a peer is
+// idle.
 func (r *Recoverer) Work(ctx context.Context, src Source, concurrency int, handler func(ctx context.Context, l *Lease) error) error {
 	lists, err := r.lists(src)
 	if err == nil && concurrency < 1 {
@@ -34,7 +35,7 @@ func (r *Recoverer) Work(ctx context.Context, src Source, concurrency int, handl
 		return fmt.Errorf("work: %w", err)
 	}
 	p := &pool{r: r, lists: lists, places: concurrency, handler: handler,
-		fetched: make(chan *Lease, 2*concurrency), freed: make(chan struct{}, 1)}
+		fetched: make(chan *Lease, concurrency+aheadOf(concurrency)), freed: make(chan struct{}, 1)}
 	for range concurrency {
 		p.handlers.Add(1)
 		r.detach(func() { defer p.handlers.Done(); p.handle() })
@@ -60,6 +61,9 @@ type pool struct {
 
 // aheadBelow is how fast handlers must be for Work to fetch ahead.
 const aheadBelow = 20 * time.Millisecond
+
+// aheadOf is how many jobs are fetched ahead then: enough that the next page comes before they are used up, and that pages are large.
+func aheadOf(places int) int { return min(4*places, fetchMost) }
 
 // feed fetches until ctx ends or the Recoverer drains.
 func (p *pool) feed(ctx context.Context) {
@@ -96,11 +100,14 @@ func (p *pool) feed(ctx context.Context) {
 
 // room is how many jobs to fetch now.
 func (p *pool) room() int {
-	most := p.places
+	ahead := 0
 	if took := p.took.Load(); took > 0 && time.Duration(took) < aheadBelow {
-		most *= 2
+		ahead = aheadOf(p.places)
 	}
-	return max(0, most-int(p.held.Load()))
+	if len(p.fetched) > ahead/2 {
+		return 0 // later, and then many at a time
+	}
+	return max(0, p.places+ahead-int(p.held.Load()))
 }
 
 // pause waits before the next attempt after an error. It reports false if there is to be none.
@@ -136,6 +143,7 @@ func (p *pool) end() {
 	close(p.fetched)
 	if len(unbegun) > 0 {
 		p.r.unfetch(p.r.hard, unbegun)
+		p.r.waits.putBackSoon(p.lists) // a move that is just being ended may have taken one of them
 	}
 	p.handlers.Wait()
 }
@@ -152,6 +160,9 @@ func (p *pool) ended(took time.Duration) {
 	average := p.took.Load()
 	p.took.Store(max(1, average+(int64(took)-average)/8)) // a lost update is no harm
 	p.held.Add(-1)
+	if p.room() == 0 {
+		return
+	}
 	select {
 	case p.freed <- struct{}{}:
 	default:

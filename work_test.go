@@ -87,7 +87,7 @@ func TestWork_drains(t *testing.T) {
 				quick.Store(false)
 				w.push("jobs", "a", "b", "c", "d", "e")
 				time.Sleep(time.Second)
-				assert.Len(t, w.inflight(m.WorkerID()), 4, "two run, two were fetched ahead")
+				assert.Len(t, w.inflight(m.WorkerID()), 5, "two run, the others were fetched ahead")
 				stopped := make(chan error, 1)
 				switch how {
 				case "ctx":

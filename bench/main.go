@@ -33,6 +33,15 @@ func main() {
 	}
 	defer srv.stop()
 	e := env{srv: srv, addr: srv.addr, payload: make([]byte, 256)}
+	if *what == "drain" {
+		for range *repeats {
+			for _, dr := range drainers {
+				f, err := e.drains(dr, 20000, 64)
+				fmt.Println(dr.name, fmt.Sprintf("%.0f/s cpu %v redis %v allocs %.0f wire %.0f", f.rate, f.clientCPU, f.redis, f.allocs, f.wire), err)
+			}
+		}
+		return
+	}
 	if *what == "recover" {
 		for range *repeats {
 			for _, c := range []struct{ list, fetched bool }{{false, false}, {true, false}, {true, true}} {
