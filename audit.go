@@ -17,20 +17,20 @@ import (
 //	records  fewer records than leases
 //
 // What is under way at that moment is left alone: a lease that is being tracked or finished is neither missing nor a stray.
-func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer []int64, acked acks, before, after tally) error {
-	leases, records, lanes, fetch := answer[1], answer[2], answer[3:3+laneCount], answer[3+laneCount]
-	if plausible(before, after, leases) && records >= leases {
+func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer pulse, acked acks, before, after tally) error {
+	if plausible(before, after, answer.leases) && answer.records >= answer.leases {
 		h.odd = 0
 	} else {
 		h.odd++
+		h.nextFull = time.Time{} // light ones do not see all of it
 	}
-	for i, last := range lanes {
+	for i, last := range answer.lanes {
 		if uint64(last) < acked.lanes[i] {
 			h.auditDue = true
 			inc.soil(i)
 		}
 	}
-	if inc.undone(fetch, acked.fetch) {
+	if inc.undone(answer.fetch, acked.fetch) {
 		h.auditDue = true
 	}
 	if h.odd < 2 && !h.auditDue {
@@ -160,7 +160,7 @@ func (h *heartbeater) beatMeanwhile(ctx context.Context, inc *incarnation) {
 	if began.Before(h.trustedUntil().Add(h.r.cfg.HeartbeatInterval - h.r.tm.trust)) {
 		return
 	}
-	if answer, err := h.send(ctx, inc); err == nil && answer[0] == sessionLive {
+	if answer, err := h.send(ctx, inc); err == nil && answer.state == sessionLive {
 		h.trust(began)
 	}
 }

@@ -462,6 +462,10 @@ func nameOf(cmd redis.Cmder) string {
 	name := strings.ToLower(cmd.Name())
 	args := cmd.Args()
 	switch name {
+	case "set": // a light one
+		if key, _ := args[1].(string); strings.HasSuffix(key, ":beat") {
+			return "beat"
+		}
 	case "evalsha":
 		return scriptNames[args[1].(string)]
 	case "eval":

@@ -2,9 +2,9 @@ package recovery
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"sync"
 	"time"
 
@@ -29,6 +29,7 @@ type heartbeater struct {
 	auditDue bool // audit with the next good beat
 	failed   int  // beats in a row
 	old      []*incarnation
+	nextFull time.Time // until then light beats will do
 
 	mu       sync.Mutex // guards what follows
 	lastGood time.Time  // start of the last good beat; carries the monotonic clock
@@ -60,12 +61,12 @@ func (h *heartbeater) run(ctx context.Context) {
 			timer.Stop()
 		case <-timer.C:
 		}
-		wait = h.pulse(ctx)
+		wait = h.step(ctx)
 	}
 }
 
-// pulse makes one beat, reports it, and says when the next one is due.
-func (h *heartbeater) pulse(ctx context.Context) time.Duration {
+// step makes one beat, reports it, and says when the next one is due.
+func (h *heartbeater) step(ctx context.Context) time.Duration {
 	inc, began := h.r.current.Load(), time.Now()
 	if h.r.cfg.SelfFence && !began.Before(h.trustedUntil()) {
 		// Before the beat, which might hang: this is the last moment at which no peer can have taken anything.
@@ -124,7 +125,7 @@ func (h *heartbeater) beatOnce(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("beat of worker %q: %w", inc.id, err)
 	}
-	switch answer[0] {
+	switch answer.state {
 	case sessionLive:
 		h.trust(began)
 		inc.kick()
@@ -148,37 +149,120 @@ func (h *heartbeater) limit() time.Duration {
 	return limit
 }
 
-// send runs the script, and beside it enters the registry again: a registry that was lost heals within one interval.
-func (h *heartbeater) send(ctx context.Context, inc *incarnation) ([]int64, error) {
+// send makes one beat, and beside it enters the registry again: a registry that was lost heals within one interval.
+func (h *heartbeater) send(ctx context.Context, inc *incarnation) (pulse, error) {
+	light := time.Now().Before(h.nextFull)
+	p, err := bounded(ctx, h.r.group, h.limit(), func(ctx context.Context) (pulse, error) {
+		if light {
+			if p, ok := h.lightBeat(ctx, inc); ok {
+				return p, nil
+			}
+		}
+		return h.fullBeat(ctx, inc)
+	})
+	if err == nil && !p.light {
+		h.nextFull = time.Now().Add(h.r.tm.fullBeat)
+	}
+	return p, err
+}
+
+// lightBeat renews the key by plain commands, which cost Redis a fraction of the script. SET XX succeeds only if the key is there; and it is
+// there only as long as nobody has fenced the session, or missed a beat. In any other case the script decides.
+func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation) (pulse, bool) {
+	r := h.r
+	var set *redis.BoolCmd
+	var session *redis.SliceCmd
+	var leases, entry *redis.IntCmd
+	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+		set = p.SetXX(ctx, inc.keys.beat, r.State().String(), r.tm.beatTTL)
+		session = p.HMGet(ctx, inc.keys.session, sessionFields...)
+		leases = p.ZCard(ctx, inc.keys.inflight)
+		entry = h.register(ctx, p, inc)
+		return nil
+	}) // each command has its own error
+	renewed, err := set.Result()
+	values := session.Val()
+	if err != nil || !renewed || leases.Err() != nil || session.Err() != nil || len(values) != len(sessionFields) || values[0] != "live" {
+		return pulse{}, false
+	}
+	h.registered(ctx, inc, entry)
+	p := pulse{state: sessionLive, leases: leases.Val(), records: leases.Val(), light: true}
+	for i := range p.lanes {
+		p.lanes[i] = toInt(values[1+i])
+	}
+	p.fetch = toInt(values[1+laneCount])
+	return p, true
+}
+
+// sessionFields are what a beat reads of the session.
+var sessionFields = func() []string {
+	fields := []string{"state"}
+	for i := range laneCount {
+		fields = append(fields, "lane"+strconv.Itoa(i))
+	}
+	return append(fields, "fetch")
+}()
+
+func toInt(v any) int64 {
+	s, _ := v.(string)
+	n, _ := strconv.ParseInt(s, 10, 64)
+	return n
+}
+
+// fullBeat runs the script, which also renews the TTLs of the records and counts them.
+func (h *heartbeater) fullBeat(ctx context.Context, inc *incarnation) (pulse, error) {
 	r := h.r
 	keys := []string{inc.keys.session, inc.keys.beat, inc.keys.suspect, inc.keys.inflight, inc.keys.jobs}
 	args := []any{ms(r.tm.beatTTL), ms(r.tm.retention), r.State().String(), laneCount}
-	answer, err := bounded(ctx, r.group, h.limit(), func(ctx context.Context) ([]int64, error) {
-		var beat *redis.Cmd
-		var entry *redis.IntCmd
-		_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
-			beat = beatScript.EvalSha(ctx, p, keys, args...)
-			entry = p.SAdd(ctx, r.keys.workers(), inc.id)
-			if queues := r.waits.entries(time.Now()); len(queues) > 0 {
-				p.ZAdd(ctx, r.keys.queues(), queues...)
-			}
-			return nil
-		})
-		if isNoScript(beat.Err()) {
-			beat = beatScript.Eval(ctx, r.rdb, keys, args...)
-		}
-		answer, beatErr := beat.Int64Slice()
-		if err := entry.Err(); beatErr == nil && err != nil {
-			// Live, but perhaps not registered.
-			r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
-			r.healRegistry(ctx, inc, err)
-		}
-		return answer, beatErr
-	})
-	if err == nil && (len(answer) == 0 || answer[0] == sessionLive && len(answer) != 3+laneCount+1) {
-		err = fmt.Errorf("script answered %d values", len(answer))
+	var beat *redis.Cmd
+	var entry *redis.IntCmd
+	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+		beat = beatScript.EvalSha(ctx, p, keys, args...)
+		entry = h.register(ctx, p, inc)
+		return nil
+	}) // each command has its own error
+	if isNoScript(beat.Err()) {
+		beat = beatScript.Eval(ctx, r.rdb, keys, args...)
 	}
-	return answer, err
+	answer, err := beat.Int64Slice()
+	if err != nil {
+		return pulse{}, err
+	}
+	if len(answer) == 0 || answer[0] == sessionLive && len(answer) != 3+laneCount+1 {
+		return pulse{}, fmt.Errorf("script answered %d values", len(answer))
+	}
+	h.registered(ctx, inc, entry)
+	p := pulse{state: answer[0]}
+	if p.state == sessionLive {
+		p.leases, p.records, p.fetch = answer[1], answer[2], answer[3+laneCount]
+		copy(p.lanes[:], answer[3:])
+	}
+	return p, nil
+}
+
+// pulse is what a beat brings back.
+type pulse struct {
+	state           int64
+	leases, records int64 // in the index; fields beside it
+	lanes           [laneCount]int64
+	fetch           int64
+	light           bool // records were not counted
+}
+
+func (h *heartbeater) register(ctx context.Context, p redis.Pipeliner, inc *incarnation) *redis.IntCmd {
+	entry := p.SAdd(ctx, h.r.keys.workers(), inc.id)
+	if queues := h.r.waits.entries(time.Now()); len(queues) > 0 {
+		p.ZAdd(ctx, h.r.keys.queues(), queues...)
+	}
+	return entry
+}
+
+// registered looks whether a worker that is live is registered, too.
+func (h *heartbeater) registered(ctx context.Context, inc *incarnation, entry *redis.IntCmd) {
+	if err := entry.Err(); err != nil {
+		h.r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
+		h.r.healRegistry(ctx, inc, err)
+	}
 }
 
 // trust notes a good beat. What we believe is counted from before the call: Redis counts from when it saw it.
@@ -215,8 +299,12 @@ func (h *heartbeater) health() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if silent := time.Since(h.lastGood); silent >= h.r.tm.trust {
-		return fmt.Errorf("recovery: no good heartbeat for %v, OrphanThreshold is %v: peers may have taken the jobs: %w",
-			silent.Round(time.Millisecond), h.r.cfg.OrphanThreshold, errors.Join(h.lastErr))
+		err := fmt.Errorf("recovery: no good heartbeat for %v, OrphanThreshold is %v: peers may have taken the jobs",
+			silent.Round(time.Millisecond), h.r.cfg.OrphanThreshold)
+		if h.lastErr != nil { // else the next one is late, or under way
+			err = fmt.Errorf("%w: %w", err, h.lastErr)
+		}
+		return err
 	}
 	return nil
 }
@@ -302,6 +390,7 @@ func (h *heartbeater) rejoin(ctx context.Context, old *incarnation, keep []*Leas
 		}
 	}
 	h.trust(began)
+	h.nextFull = time.Time{}
 	h.old = append(h.old, old)
 	h.odd, h.auditDue = 0, carried > 0
 	h.r.current.Store(inc)

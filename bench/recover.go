@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -234,6 +235,9 @@ func (e env) beats(n int) (beat, setPX time.Duration, err error) {
 	text, err := e.srv.admin.Info(bg, "commandstats").Result()
 	if err != nil {
 		return 0, 0, err
+	}
+	if os.Getenv("DBG") != "" {
+		fmt.Println(text)
 	}
 	beat = time.Duration((usec(text, "evalsha") + usec(text, "sadd")) * float64(time.Microsecond) / float64(beats))
 	for range 5000 {
