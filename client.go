@@ -46,17 +46,20 @@ func isNil(v any) bool {
 	return false
 }
 
+// mostLists is for how many lists a process can wait at a time: one connection each.
+const mostLists = 4096
+
 // dedicated is a client with the same settings and connections of its own. own is false for a client of unknown make: then what can't be ended
 // is left to end by itself.
 func dedicated(rdb redis.UniversalClient) (client redis.UniversalClient, own bool) {
 	switch c := rdb.(type) {
 	case *redis.Client:
 		o := *c.Options()
-		o.MaxRetries, o.MinIdleConns, o.PoolSize = -1, 0, max(o.PoolSize, 64)
+		o.MaxRetries, o.MinIdleConns, o.PoolSize, o.MaxActiveConns = -1, 0, mostLists, 0
 		return redis.NewClient(&o), true
 	case *redis.ClusterClient:
 		o := *c.Options()
-		o.MinIdleConns, o.PoolSize = 0, max(o.PoolSize, 64)
+		o.MinIdleConns, o.PoolSize, o.MaxActiveConns = 0, mostLists, 0
 		return redis.NewClusterClient(&o), true
 	}
 	return rdb, false

@@ -48,22 +48,40 @@ func (r *Recoverer) deliver(ctx context.Context, c *claim, ready []*orphan) {
 		}
 		return
 	}
-	if r.together(parcels[0].list) {
-		err := r.deliverAtOnce(ctx, c, ready, parcels)
+	for same := range runs(parcels) {
+		r.deliverRun(ctx, c, ready[same.from:same.to], parcels[same.from:same.to])
+	}
+}
+
+// deliverRun is deliver for one list.
+func (r *Recoverer) deliverRun(ctx context.Context, c *claim, orphans []*orphan, parcels []parcel) {
+	if list := parcels[0].list; r.together(list) {
+		err := r.deliverAtOnce(ctx, c, orphans, parcels)
 		if !redis.HasErrorPrefix(err, "CROSSSLOT") {
 			return
 		}
-		r.tellApart()
+		r.tellApart(list)
 	}
 	for i, err := range pushEach(ctx, r.rdb, parcels, make([]error, len(parcels))) {
-		r.judge(ready[i], err)
+		r.judge(orphans[i], err)
 	}
 }
 
 // pack says where an orphan goes, and as what.
 func (r *Recoverer) pack(o *orphan) (parcel, error) {
-	if o.element.queue != "" { // as it was found
-		return parcel{list: o.element.queue, push: r.list.pushTo(o.element.side), element: o.element.bytes, at: o.element.at + 1}, nil
+	if o.element.queue != "" { // as it was found, and where that queue wants it
+		q := r.list
+		if known := r.knownList(o.element.queue); known != nil {
+			q = known
+		}
+		p := parcel{list: o.element.queue, push: q.pushTo(o.element.side), element: o.element.bytes, at: o.element.at + 1}
+		if o.Checkpoint == nil {
+			return p, nil
+		}
+		var err error
+		p.at = 0
+		p.element, err = q.encode(o.Orphan) // the format may have a place for it
+		return p, err
 	}
 	p := parcel{list: r.list.key, push: r.list.pushTo(r.list.side)}
 	var err error
@@ -77,29 +95,27 @@ func (r *Recoverer) pack(o *orphan) (parcel, error) {
 	return p, nil
 }
 
-// deliverAtOnce runs the script for the leases of one claim, list by list.
+// deliverAtOnce runs the script.
 func (r *Recoverer) deliverAtOnce(ctx context.Context, c *claim, orphans []*orphan, parcels []parcel) error {
 	members := make([]string, len(orphans))
 	for i, o := range orphans {
 		members[i] = o.lease.member
 		parcels[i].lost = o.lease.homeless
 	}
-	for same := range runs(parcels) {
-		outcomes, err := r.runDeliver(ctx, c.keys, false, members[same.from:same.to], parcels[same.from:same.to])
-		if redis.HasErrorPrefix(err, "CROSSSLOT") {
-			return err
-		}
-		for i, o := range orphans[same.from:same.to] {
-			switch {
-			case err != nil:
-				r.judge(o, err) // perhaps unknown. Tried again later; if it was pushed, that finds nothing to do
-			case outcomes[i] == deliveredNever:
-				r.judge(o, errors.New("the record is missing"))
-			case outcomes[i] == deliveredByNobody:
-				o.fate = fateNothing // somebody saw to it
-			default:
-				o.fate = fateDelivered
-			}
+	outcomes, err := r.runDeliver(ctx, c.keys, false, members, parcels)
+	if redis.HasErrorPrefix(errors.Unwrap(err), "CROSSSLOT") {
+		return errors.Unwrap(err)
+	}
+	for i, o := range orphans {
+		switch {
+		case err != nil:
+			r.judge(o, err) // perhaps unknown. Tried again later; if it was pushed, that finds nothing to do
+		case outcomes[i] == deliveredNever:
+			r.judge(o, errors.New("the record is missing"))
+		case outcomes[i] == deliveredByNobody:
+			o.fate = fateNothing // somebody saw to it
+		default:
+			o.fate = fateDelivered
 		}
 	}
 	return nil
@@ -171,7 +187,7 @@ func (r *Recoverer) runDeliver(ctx context.Context, k workerKeys, own bool, memb
 
 // together reports whether a list lies in the slot of every worker, so that one script can see both.
 func (r *Recoverer) together(list string) bool {
-	if r.apart.Load() {
+	if _, apart := r.apart.Load(list); apart {
 		return false
 	}
 	if _, cluster := r.rdb.(*redis.ClusterClient); !cluster {
@@ -180,13 +196,13 @@ func (r *Recoverer) together(list string) bool {
 	return r.cfg.HashTag != "" && hashTagOf(list) == r.cfg.HashTag
 }
 
-// tellApart says, once, that hand-back into the list is not atomic.
-func (r *Recoverer) tellApart() {
-	if r.apart.Swap(true) {
+// tellApart says, once, that hand-back into a list is not atomic.
+func (r *Recoverer) tellApart(list string) {
+	if _, told := r.apart.Swap(list, true); told {
 		return
 	}
 	r.log.Warn("recovery: the list is not in the workers' slot: jobs are handed back at least once, not exactly once; "+
-		"give the list's key a hash tag, and set Config.HashTag to it", "list", r.list.key, "hash_tag", r.cfg.HashTag)
+		"give the list's key a hash tag, and set Config.HashTag to it", "list", list, "hash_tag", r.cfg.HashTag)
 }
 
 // unfetch puts fetched jobs that nobody has begun back to where they were, first in line. What can't be put back now is given up, and
@@ -225,7 +241,7 @@ func (r *Recoverer) putBack(ctx context.Context, home *incarnation, given []give
 		parcels[i] = parcel{list: e.queue, push: (&ListQueue{}).pushTo(e.side), at: e.at + 1}
 	}
 	var errs []error
-	for same := range runs(parcels) {
+	for _, same := range slices.Backward(slices.Collect(runs(parcels))) { // the first shall be the last one pushed
 		outcomes, err := r.runDeliver(context.WithoutCancel(ctx), home.keys, true, members[same.from:same.to], parcels[same.from:same.to])
 		errs = append(errs, err)
 		for i, g := range given[same.from:same.to] {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 )
 
 // element is what Fetch took from a list: see record.go for how it is kept.
@@ -32,6 +33,9 @@ func isElement(raw []byte) bool {
 }
 
 func parseElement(raw []byte) (element, error) {
+	if !isElement(raw) {
+		return element{}, errTruncated
+	}
 	d := decoder{rest: raw[2:]}
 	e := element{queue: d.string()}
 	if d.err != nil || len(d.rest) == 0 {
@@ -74,7 +78,11 @@ func (r *Recoverer) decodeElement(raw []byte) (job Job, e element, nameless bool
 	if q == nil {
 		return plain, e, true, nil
 	}
-	perr := guard(func() { job, err = q.format.Decode(e.bytes) })
+	own := e.bytes
+	if _, plain := q.format.(payloadFormat); !plain {
+		own = slices.Clone(own) // a format may work in place, and the element goes back as it was
+	}
+	perr := guard(func() { job, err = q.format.Decode(own) })
 	if err = errors.Join(err, perr); err != nil {
 		return plain, e, true, fmt.Errorf("element of %q can't be decoded: %w", e.queue, err)
 	}

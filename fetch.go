@@ -49,8 +49,10 @@ func (r *Recoverer) lists(src Source) ([]*ListQueue, error) {
 			return nil, fmt.Errorf("%w: list %q is not in the workers' slot, HashTag is %q: give the list's key a hash tag, and set Config.HashTag to it",
 				ErrInvalidConfig, q.key, r.cfg.HashTag)
 		}
+		if known, ok := r.known.LoadOrStore(q.key, q); ok && !known.(*ListQueue).like(q) {
+			return nil, fmt.Errorf("%w: list %q is in use with another format, or from its other end", ErrInvalidConfig, q.key)
+		}
 		q.rdb.CompareAndSwap(nil, &r.rdb)
-		r.known.LoadOrStore(q.key, q)
 	}
 	return lists, nil
 }
@@ -64,13 +66,19 @@ func (r *Recoverer) knownList(key string) *ListQueue {
 }
 
 func (r *Recoverer) fetch(ctx context.Context, lists []*ListQueue, most int) ([]*Lease, error) {
-	for {
-		n, err := r.reserve(most)
+	parent := context.WithoutCancel(ctx)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(r.serving, cancel)()
+	for woken := false; ; woken = true {
+		leases, err := r.fetchLive(ctx, parent, lists, most)
 		if err != nil {
-			return nil, err
-		}
-		leases, err := r.fetchLive(ctx, lists, n)
-		if r.ended(n - len(leases)); err != nil {
+			if woken {
+				r.waits.putBackSoon(lists) // it woke us for nothing, and nobody else knows
+			}
+			if r.serving.Err() != nil { // which is why
+				err = fmt.Errorf("%w: state is %v", ErrNotRunning, r.State())
+			}
 			return nil, err
 		}
 		if leases = r.readable(leases); len(leases) > 0 {
@@ -86,11 +94,12 @@ func (r *Recoverer) fetch(ctx context.Context, lists []*ListQueue, most int) ([]
 // reserve enters up to n leases, as begin does, and answers how many there was room for.
 func (r *Recoverer) reserve(n int) (int, error) {
 	r.mu.Lock()
+	room := n
 	if limit := r.cfg.MaxInflight; limit > 0 {
-		n = min(n, max(1, limit-r.inflight))
+		room = max(1, limit-r.inflight) // at least one, to be refused
 	}
 	r.mu.Unlock()
-	n = min(n, fetchMost)
+	n = min(n, room, fetchMost)
 	return n, r.begin(n)
 }
 
@@ -98,10 +107,13 @@ func (r *Recoverer) reserve(n int) (int, error) {
 const fetchMost = 256
 
 // fetchLive fetches under the current incarnation, and once more under the next if that one turns out to be over.
-func (r *Recoverer) fetchLive(ctx context.Context, lists []*ListQueue, most int) ([]*Lease, error) {
+func (r *Recoverer) fetchLive(ctx, parent context.Context, lists []*ListQueue, most int) ([]*Lease, error) {
+	if s := r.State(); s != StateRunning {
+		return nil, fmt.Errorf("%w: state is %v", ErrNotRunning, s)
+	}
 	for attempt := 1; ; attempt++ {
 		inc := r.current.Load()
-		leases, err := r.fetchIn(ctx, inc, lists, most)
+		leases, err := r.fetchIn(ctx, parent, inc, lists, most)
 		if !isNotLive(err) || attempt > 1 {
 			return leases, err
 		}
@@ -132,10 +144,13 @@ type fetchCall struct {
 
 // undone reports that Redis has forgotten calls that it had answered: a failover lost them.
 func (i *incarnation) undone(last int64, acked uint64) bool {
-	if uint64(last) < acked && !i.fetches.rolled.Swap(true) {
+	if gap := [2]uint64{uint64(last), acked}; gap[0] < gap[1] {
 		i.mu.Lock()
 		defer i.mu.Unlock()
-		i.fetches.gaps = append(i.fetches.gaps, [2]uint64{uint64(last), acked})
+		if !slices.Contains(i.fetches.gaps, gap) {
+			i.fetches.gaps = append(i.fetches.gaps, gap)
+		}
+		i.fetches.rolled.Store(true)
 	}
 	return i.fetches.rolled.Load()
 }
@@ -152,31 +167,29 @@ func (i *incarnation) next(ctx context.Context, lists []*ListQueue, most int) *f
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.fetches.number++
-	c := &fetchCall{number: i.fetches.number, base: i.lastID, most: most, lists: lists, ctx: context.WithoutCancel(ctx)}
+	c := &fetchCall{number: i.fetches.number, base: i.lastID, most: most, lists: lists, ctx: ctx}
 	i.lastID += uint64(most)
 	i.tally.sent += int64(most)
 	i.fetches.owed.Store(c)
 	return c
 }
 
-func (r *Recoverer) fetchIn(ctx context.Context, inc *incarnation, lists []*ListQueue, most int) ([]*Lease, error) {
+func (r *Recoverer) fetchIn(ctx, parent context.Context, inc *incarnation, lists []*ListQueue, most int) (leases []*Lease, err error) {
 	if inc.closed() {
 		return nil, &notLiveError{}
 	}
-	select {
-	case inc.fetches.turn <- struct{}{}:
-		defer func() { <-inc.fetches.turn }()
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	if err := ctx.Err(); err != nil {
-		return nil, err
-	}
-	if err := r.settleFetch(ctx, inc); err != nil {
-		return nil, err
-	}
-	c := inc.next(ctx, lists, most)
-	leases, err := r.ask(ctx, inc, c, most)
+	err = r.onTurn(ctx, inc, func(ctx context.Context, inc *incarnation) error {
+		if err := r.settleFetch(ctx, inc); err != nil {
+			return err
+		}
+		n, err := r.reserve(most) // on our turn, so that room for one call is not refused because of another
+		if err != nil {
+			return err
+		}
+		leases, err = r.ask(ctx, inc, inc.next(parent, lists, n), n)
+		r.ended(n - len(leases))
+		return err
+	})
 	if inc.fetches.owed.Load() != nil {
 		r.heart.kick() // nobody may come again to ask for it
 	}
@@ -193,10 +206,9 @@ func (r *Recoverer) settleFetch(ctx context.Context, inc *incarnation) error {
 	if err != nil {
 		return fmt.Errorf("settle an earlier fetch: %w", err)
 	}
-	r.mu.Lock()
-	r.inflight += len(leases)
-	r.mu.Unlock()
-	r.unfetch(ctx, leases)
+	if len(leases) > 0 {
+		r.group.spawn(func() { r.unfetch(context.WithoutCancel(ctx), leases) })
+	}
 	return nil
 }
 
@@ -214,14 +226,20 @@ func (r *Recoverer) settleFetchSoon(inc *incarnation) {
 	})
 }
 
+// onTurn calls f when no other call is under way.
 func (r *Recoverer) onTurn(ctx context.Context, inc *incarnation, f func(context.Context, *incarnation) error) error {
 	select {
 	case inc.fetches.turn <- struct{}{}:
 		defer func() { <-inc.fetches.turn }()
-		return f(ctx, inc)
 	case <-ctx.Done():
 		return ctx.Err()
+	case <-inc.ended:
+		return &notLiveError{}
 	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	return f(ctx, inc)
 }
 
 // voidFetches makes sure that no late copy of a call can be executed, when Redis has forgotten that it was. Only then is it certain that the jobs
@@ -262,12 +280,13 @@ func (r *Recoverer) ask(ctx context.Context, inc *incarnation, c *fetchCall, mos
 	if err != nil {
 		return nil, err
 	}
-	state, start := a.int(), a.int()
+	state, start, last := a.int(), a.int(), a.int()
 	var leases []*Lease
 	for a.more() {
 		l := &Lease{r: r, parent: c.ctx, born: inc.id, name: a.string(), record: a.bytes(), start: start, fetch: c.number}
 		l.call(l.name)
 		l.args[1] = l.record
+		l.job, _, _, l.unreadable = r.decodeElement(l.record) // before anybody else can see the lease
 		leases = append(leases, l)
 	}
 	if a.err != nil {
@@ -277,8 +296,19 @@ func (r *Recoverer) ask(ctx context.Context, inc *incarnation, c *fetchCall, mos
 	if state != sessionLive {
 		return nil, &notLiveError{absent: state == sessionAbsent}
 	}
-	inc.fetches.acked.Store(c.number)
+	if inc.undone(last, inc.fetches.acked.Load()) {
+		r.heart.kick() // the audit tells who has lost what
+	}
+	inc.fetches.acked.Store(max(c.number, inc.fetches.acked.Load()))
+	if most == 0 { // nobody has made room for them
+		r.mu.Lock()
+		r.inflight += len(leases)
+		r.mu.Unlock()
+	}
 	if err := inc.receive(leases, c.most); err != nil {
+		if most == 0 {
+			r.ended(len(leases))
+		}
 		return nil, err // they are with the peers
 	}
 	return leases, nil
@@ -313,11 +343,10 @@ func (i *incarnation) isReserved(member string) bool {
 // readable reads what was fetched, and puts what can't be read into the dead letters.
 func (r *Recoverer) readable(leases []*Lease) []*Lease {
 	return slices.DeleteFunc(leases, func(l *Lease) bool {
-		var err error
-		if l.job, _, _, err = r.decodeElement(l.record); err == nil {
+		if l.unreadable == nil {
 			return false
 		}
-		r.log.Error("recovery: fetched what is no job", "worker", r.WorkerID(), "lease", l.ID(), "queue", l.job.Queue, "err", err)
+		r.log.Error("recovery: fetched what is no job", "worker", r.WorkerID(), "lease", l.ID(), "queue", l.job.Queue, "err", l.unreadable)
 		l.lockSettled()
 		if l.giveLocked(leaseActive, false) {
 			l.home.count(func(t *tally) { t.doneSent++ })

@@ -454,7 +454,7 @@ var scriptNames = map[string]string{
 	claimScript.Hash(): "claim", takeScript.Hash(): "take", postponeScript.Hash(): "postpone", forgetScript.Hash(): "forget",
 	leaveScript.Hash(): "leave", lockScript.Hash(): "lock", unlockScript.Hash(): "unlock", buryScript.Hash(): "bury",
 	countScript.Hash(): "count", untakeScript.Hash(): "untake", exhumeScript.Hash(): "exhume", checkpointScript.Hash(): "checkpoint",
-	fetchScript.Hash(): "fetch", deliverScript.Hash(): "deliver",
+	fetchScript.Hash(): "fetch", deliverScript.Hash(): "deliver", restoreScript.Hash(): "restore",
 }
 
 // nameOf is the script's stem, or the command's name.

@@ -66,7 +66,7 @@ func (k keyspace) crashes(jobID string) string {
 
 // arrived is the list into which an element is moved to wake a waiting Fetch. It lies in the queue's slot, and is part of the queue.
 func (k keyspace) arrived(queue string) string {
-	return k.prefix + "{" + hashTagOf(queue) + "}:arrived:" + queue
+	return k.prefix + "{" + hashTagOf(queue) + "}:arrived:" + queue + ":list" // so that it does not end like a key of a worker
 }
 
 // hashTagOf is the part of a key that decides on its slot.
@@ -111,9 +111,15 @@ func (k keyspace) parseWorker(key string) (id, name string, ok bool) {
 		if i < 0 {
 			return "", "", false
 		}
-		return rest[:i], rest[i+1:], true
+		id, name = rest[:i], rest[i+1:]
+	} else if id, name, ok = strings.Cut(rest, "}:"); !ok {
+		return "", "", false
 	}
-	return strings.Cut(rest, "}:")
+	// The dead letters have keys of the same form; and with a tag a job's ID may make one look like it.
+	if id == "dead" || k.tag != "" && strings.HasPrefix(id, "crashes:") {
+		return "", "", false
+	}
+	return id, name, true
 }
 
 // A lease is named twice. Inside of its worker's keys it is a short member ("17"), to save memory; to the world it is

@@ -46,13 +46,14 @@ const (
 // A lease ends with Done or Release. One that is forgotten holds its job in flight for as long as the process lives.
 type Lease struct {
 	// Fixed after Track.
-	r      *Recoverer
-	job    Job
-	born   string // the incarnation that tracked it first
-	name   string // its name there
-	record []byte // as Redis has it, to track it again
-	stored bool   // the payload lies in the PayloadStore
-	parent context.Context
+	r          *Recoverer
+	job        Job
+	born       string // the incarnation that tracked it first
+	name       string // its name there
+	record     []byte // as Redis has it, to track it again
+	stored     bool   // the payload lies in the PayloadStore
+	unreadable error  // why a fetched element is no job, or nil
+	parent     context.Context
 
 	mu     sync.Mutex // guards what follows; may be taken inside incarnation.mu, never the other way round
 	state  leaseState
@@ -70,6 +71,7 @@ type Lease struct {
 	err    error // what Done answers, once finished or lost
 
 	released   chan struct{} // closed when releasing has ended
+	refused    bool          // Release was called, and refused
 	taken      bool          // moved into the claims by this worker
 	homeless   bool          // Redis lost it while it was being given up
 	handed     bool          // its worker has tried to hand it back
@@ -307,6 +309,13 @@ func (l *Lease) isHeld() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.state == leaseActive
+}
+
+// wantsOut reports that the holder wanted to release the job, could not, and still has it.
+func (l *Lease) wantsOut() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.refused && l.state == leaseActive
 }
 
 // isSettled reports whether the holder runs the job and no write is under way for it.

@@ -11,7 +11,7 @@ import (
 
 // Every script that lists need runs twice, as after a lost reply: nothing changes for anybody.
 func TestListQueue_everyScriptTwice(t *testing.T) {
-	for _, script := range []string{"fetch", "deliver", "claim", "take", "commit"} {
+	for _, script := range []string{"fetch", "deliver", "claim", "take", "commit", "restore"} {
 		t.Run(script, func(t *testing.T) {
 			bothWays(t, func(t *testing.T, w *world) {
 				w.loadScripts()
@@ -27,10 +27,13 @@ func TestListQueue_everyScriptTwice(t *testing.T) {
 				assert.Equal(t, []string{"released", "waiting"}, w.queued(q.key))
 				a.unfetch(bg, leases[2:3])
 				assert.Equal(t, []string{"unbegun", "released", "waiting"}, w.queued(q.key))
+				require.NoError(t, w.raw.LPush(bg, a.keys.arrived(q.key), "arrived").Err())
+				a.waits.putBack(bg, []*ListQueue{q})
+				assert.Equal(t, []string{"arrived", "unbegun", "released", "waiting"}, w.queued(q.key))
 				w.track(a, "tracked")
 				a.crash()
 				w.eventually(func() bool { return len(w.workers()) == 1 }, "retired")
-				assert.ElementsMatch(t, []string{"payload of tracked", "crashed", "unbegun", "released", "waiting"}, w.queued(q.key), "once each")
+				assert.ElementsMatch(t, []string{"payload of tracked", "crashed", "arrived", "unbegun", "released", "waiting"}, w.queued(q.key), "once each")
 				assert.Equal(t, uint64(2), b.Stats().HandedBack)
 				assert.Positive(t, a.faults.count(script)+b.faults.count(script), "it was called at all")
 			})
@@ -40,7 +43,7 @@ func TestListQueue_everyScriptTwice(t *testing.T) {
 
 // Every call in four fault modes, while jobs go through Fetch and a death: what went in is done, or in the list, or in the hands of who was told.
 func TestListQueue_everyCallFails(t *testing.T) {
-	calls := []string{"fetch", "deliver", "claim", "commit", "take", "beat", "zadd", "zrange", "llen", "lmove", "where", "postpone"}
+	calls := []string{"fetch", "deliver", "claim", "commit", "take", "beat", "zadd", "zrange", "llen", "restore", "where", "postpone"}
 	modes := map[string]faultMode{"before": failBefore, "reply lost": loseReply, "slow": slow, "hangs": hang}
 	for _, call := range calls {
 		for name, mode := range modes {

@@ -276,6 +276,8 @@ func TestFetch_idle(t *testing.T) {
 	leases := <-got
 	assert.Equal(t, []string{"a"}, payloads(leases))
 	doneWith(t, leases)
+	go func() { _, _ = m.Fetch(bg, q, 1) }()
+	w.eventually(func() bool { return blocked() == 1 }, "and again")
 	require.NoError(t, m.Stop(bg))
 	w.eventually(func() bool { return blocked() == 0 }, "Stop leaves nothing behind")
 }

@@ -164,4 +164,4 @@ func TestListQueue_minimalACL(t *testing.T) {
 	}
 }
 
-var listACL = []string{"~jobs", "+lpush", "+rpush", "+lpop", "+rpop", "+llen", "+lmove", "+blmove", "+zmscore", "+smismember"}
+var listACL = []string{"~jobs", "+lpush", "+rpush", "+lpop", "+rpop", "+llen", "+lmove", "+blmove", "+zmscore", "+smismember", "+ltrim"}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -36,9 +37,10 @@ type ListQueue struct {
 type ListFormat interface {
 	// Decode reads an element that Fetch found. A Job without an ID gets one made of the element's bytes, one without a Queue the list's key. On
 	// an error the element goes to the dead letters, as it is. A job that was fetched is handed back as the element it was, byte for byte,
-	// without a call of Encode.
+	// without a call of Encode, unless it made a checkpoint.
 	Decode(element []byte) (Job, error)
-	// Encode writes a job that was tracked by other means than Fetch.
+	// Encode writes a job that was tracked by other means than Fetch, or that has a checkpoint. A format with a place for o.Checkpoint writes it
+	// there, and has Decode return it as Job.Checkpoint; the payload alone, and Sidekiq's JSON, have none, and there it is lost.
 	Encode(o Orphan) ([]byte, error)
 }
 
@@ -158,6 +160,11 @@ func (q *ListQueue) announce(ctx context.Context, rdb redis.Cmdable) error {
 		return fmt.Errorf("enter queue %q into %q: %w", q.name, q.index, err)
 	}
 	return nil
+}
+
+// like reports that o is the same list, used in the same way.
+func (q *ListQueue) like(o *ListQueue) bool {
+	return q == o || q.side == o.side && reflect.TypeOf(q.format) == reflect.TypeOf(o.format)
 }
 
 // problem says why q can't be used, or nil.

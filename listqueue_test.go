@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -86,6 +88,7 @@ func TestFetch_deathPutsBack(t *testing.T) {
 				w.push("jobs", payload, payload, "another")
 				leases, err := doomed.Fetch(bg, q, 3)
 				require.NoError(t, err)
+				assert.Equal(t, name != "large", len(leases) == 3, "bounded by bytes, too")
 				for len(leases) < 3 { // large ones come one by one
 					more, err := doomed.Fetch(bg, q, 3)
 					require.NoError(t, err)
@@ -104,6 +107,7 @@ func TestFetch_deathPutsBack(t *testing.T) {
 					require.True(t, want[i] == back[i], "byte for byte")
 				}
 				assert.Equal(t, uint64(3), other.Stats().HandedBack)
+				assert.Positive(t, w.raw.PTTL(bg, w.keys(doomed.WorkerID()).handed).Val(), "the proof does not stay for ever")
 				assert.Zero(t, other.Stats().Buried, "equal payloads that were in flight together are one crash")
 				doomed.faults.clear()
 				assert.ErrorIs(t, leases[0].Done(), ErrLost, "a zombie is told")
@@ -170,10 +174,17 @@ func TestListQueue_handsBackTracked(t *testing.T) {
 }
 
 func TestListQueue_handsBackSealedAndStored(t *testing.T) {
+	for name, codec := range map[string]Codec{"sealed": AESGCM(bytes.Repeat([]byte("k"), 32)), "plain": nil} {
+		t.Run(name, func(t *testing.T) { handsBackStored(t, codec) })
+	}
+}
+
+func handsBackStored(t *testing.T, codec Codec) {
 	inBubble(t, func(w *world) {
-		store, err := NewDirStore(t.TempDir())
+		dir := t.TempDir()
+		store, err := NewDirStore(dir)
 		require.NoError(t, err)
-		cfg := Config{Codec: AESGCM(bytes.Repeat([]byte("k"), 32)), PayloadStore: store, PayloadThreshold: 10}
+		cfg := Config{Codec: codec, PayloadStore: store, PayloadThreshold: 10}
 		q := NewListQueue("jobs")
 		doomed := w.join("doomed", cfg, into(q))
 		w.join("other", cfg, into(q))
@@ -184,6 +195,66 @@ func TestListQueue_handsBackSealedAndStored(t *testing.T) {
 		doomed.crash()
 		time.Sleep(30 * time.Second)
 		assert.ElementsMatch(t, []string{"short", "longer than ten"}, w.queued("jobs"))
+		assert.Empty(t, storedIn(t, dir), "and the store is empty")
+	})
+}
+
+// storedIn are the files below a directory.
+func storedIn(t *testing.T, dir string) (files []string) {
+	t.Helper()
+	require.NoError(t, filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && !d.IsDir() {
+			files = append(files, path)
+		}
+		return err
+	}))
+	return files
+}
+
+// Jobs without a name share the count of their contents; those that one worker held are one crash.
+func TestFetch_manyEqualPayloads(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs")
+		doomed := w.join("doomed", Config{}, into(q))
+		other := w.join("other", Config{}, into(q))
+		w.push("jobs", "same", "same", "same", "same", "same", "same")
+		_, err := doomed.Fetch(bg, q, 6)
+		require.NoError(t, err)
+		doomed.crash()
+		time.Sleep(30 * time.Second)
+		assert.Len(t, w.queued("jobs"), 6)
+		assert.Zero(t, other.Stats().Buried)
+	})
+}
+
+// The incarnation ends while the answer is on its way: what was taken is with the peers.
+func TestFetch_fencedMeanwhile(t *testing.T) {
+	inBubble(t, func(w *world) {
+		w.loadScripts()
+		q := NewListQueue("jobs")
+		m := w.join("a", Config{}, into(q))
+		w.push("jobs", "a")
+		inc := m.current.Load()
+		m.faults.add(&fault{mode: twice, on: "fetch", between: func() { inc.close(ErrLost) }})
+		leases, err := m.Fetch(bg, q, 1)
+		assert.ErrorIs(t, err, ErrLost)
+		assert.Empty(t, leases)
+		assert.Zero(t, m.Stats().Inflight)
+	})
+}
+
+// The registry of queues: every beat renews it, and a sweep drops what nobody has renewed for long.
+func TestFetch_registryOfQueues(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs")
+		m := w.join("a", Config{}, into(q))
+		ctx, cancel := context.WithTimeout(bg, time.Second)
+		defer cancel()
+		_, _ = m.Fetch(ctx, q, 1)
+		require.NoError(t, w.raw.Del(bg, m.keys.queues()).Err())
+		require.NoError(t, w.raw.ZAdd(bg, m.keys.queues(), redis.Z{Score: float64(time.Now().Add(-8 * 24 * time.Hour).UnixMilli()), Member: "RIGHT:old"}).Err())
+		time.Sleep(12 * time.Second)
+		assert.Equal(t, []string{"RIGHT:jobs"}, w.raw.ZRange(bg, m.keys.queues(), 0, -1).Val())
 	})
 }
 
@@ -337,10 +408,13 @@ func TestFetch_endsEarly(t *testing.T) {
 		inBubble(t, func(w *world) {
 			q := NewListQueue("jobs")
 			m := w.join("a", Config{}, into(q))
-			require.NoError(t, w.raw.HSet(bg, w.keys(m.WorkerID()).session, "state", "fenced").Err())
+			old := m.WorkerID()
+			require.NoError(t, w.raw.HSet(bg, w.keys(old).session, "state", "fenced").Err())
 			w.push("jobs", "a")
 			leases, err := m.Fetch(bg, q, 1)
 			require.NoError(t, err, "the worker rejoins")
+			assert.NotEqual(t, old, m.WorkerID())
+			assert.Equal(t, []string{leases[0].member}, w.inflight(m.WorkerID()), "and nothing is taken behind a fence")
 			doneWith(t, leases)
 		})
 	})
@@ -506,12 +580,15 @@ func TestFetch_lateCopy(t *testing.T) {
 		again := redis.NewCmd(bg, first.Args()...)
 		require.NoError(t, w.raw.Process(bg, again))
 		answer, _ := again.Slice()
-		assert.Len(t, answer, 2, "no lease")
+		assert.Len(t, answer, 3, "no lease")
 		assert.Equal(t, []string{"b"}, w.queued("jobs"))
 		assert.Empty(t, w.inflight(m.WorkerID()))
 		leases, err = m.Fetch(bg, q, 1)
 		require.NoError(t, err)
-		require.NoError(t, w.raw.Process(bg, redis.NewCmd(bg, first.Args()...)))
+		older := redis.NewCmd(bg, first.Args()...)
+		require.NoError(t, w.raw.Process(bg, older))
+		answer, _ = older.Slice()
+		assert.Len(t, answer, 3, "a copy of an older call does not answer for the last one")
 		assert.Equal(t, []string{"b"}, payloads(leases))
 		assert.Len(t, w.inflight(m.WorkerID()), 1)
 		doneWith(t, leases)

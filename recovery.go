@@ -55,10 +55,11 @@ type Recoverer struct {
 	endLife    context.CancelFunc
 	hard       context.Context // ends when nothing may go on: the parent of the Enqueuer's contexts
 	endHard    context.CancelFunc
+	serving    context.Context // ends when no new jobs are taken
+	endServing context.CancelFunc
 	sweeps     context.Context // ends when sweeping stops
 	endSweeps  context.CancelFunc
 	stopping   chan struct{} // of capacity 1: held by the Stop call at work
-	draining   chan struct{} // closed when no new jobs are taken
 	sweepEnded chan struct{}
 	heartEnded chan struct{}
 
@@ -68,7 +69,7 @@ type Recoverer struct {
 	known    sync.Map    // lists by key: *ListQueue
 	fetching sync.Map    // lists that this worker has waited for: entries of the registry of queues
 	owes     atomic.Bool // leases that this worker gave up wait in its own claims
-	apart    atomic.Bool // the list is known to be in another slot than the workers
+	apart    sync.Map    // lists that are known to be in another slot than the workers
 	waits    *waits
 
 	mu       sync.Mutex // guards what follows
@@ -104,7 +105,6 @@ func New(rdb redis.UniversalClient, enq Enqueuer, cfg Config) (*Recoverer, error
 		group:      &group{},
 		slots:      make(chan struct{}, cfg.EnqueueConcurrency),
 		stopping:   make(chan struct{}, 1),
-		draining:   make(chan struct{}),
 		sweepEnded: make(chan struct{}),
 		heartEnded: make(chan struct{}),
 	}
@@ -118,6 +118,7 @@ func New(rdb redis.UniversalClient, enq Enqueuer, cfg Config) (*Recoverer, error
 	r.life, r.endLife = context.WithCancel(context.Background())
 	r.hard, r.endHard = context.WithCancel(context.Background())
 	r.sweeps, r.endSweeps = context.WithCancel(context.Background())
+	r.serving, r.endServing = context.WithCancel(context.Background())
 	r.heart = newHeartbeater(r)
 	r.sweep = newSweeper(r)
 	return r, nil
@@ -136,7 +137,7 @@ func (r *Recoverer) Start(ctx context.Context) error {
 		return fmt.Errorf("recovery: start: %w", err)
 	}
 	if r.list != nil && !r.together(r.list.key) {
-		r.tellApart()
+		r.tellApart(r.list.key)
 	}
 	r.log.Info("recovery: started", "worker", inc.id, "namespace", r.cfg.Namespace, "heartbeat", r.cfg.HeartbeatInterval,
 		"orphan_threshold", r.cfg.OrphanThreshold)
@@ -199,7 +200,7 @@ func (r *Recoverer) Quiet() {
 func (r *Recoverer) drainLocked() {
 	if r.state == StateRunning {
 		r.state = StateDraining
-		close(r.draining)
+		r.endServing()
 		r.group.spawn(r.waits.close)
 	}
 }

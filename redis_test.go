@@ -188,7 +188,7 @@ func TestRedis_everyScriptTwice(t *testing.T) {
 		switch script {
 		case "count": // only a full Redis sees it: TestRedis_outOfMemorySweep
 			continue
-		case "fetch", "deliver": // TestListQueue_everyScriptTwice
+		case "fetch", "deliver", "restore": // TestListQueue_everyScriptTwice
 			continue
 		}
 		t.Run(script, func(t *testing.T) {

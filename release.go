@@ -107,6 +107,11 @@ func (l *Lease) Release() error {
 		// The incarnation ended meanwhile, and whoever ended it could not see this lease.
 		outcome, err = releasePending, errors.Join(err, ErrLost)
 	}
+	if outcome == releaseRefused {
+		l.mu.Lock()
+		l.refused = true
+		l.mu.Unlock()
+	}
 	switch outcome {
 	case releasePending:
 		l.r.keepGiveUp(giveUp{lease: l, reason: Released})
@@ -162,7 +167,7 @@ func (r *Recoverer) release(l *Lease) (releaseOutcome, error) {
 			r.owes.Store(true) // the Enqueuer has it, but its record is still there
 		}
 		return releaseGone, nil
-	case errors.Is(o.err, errEnqueueTimeout):
+	case errors.Is(o.err, errEnqueueTimeout), r.list != nil && !isAnswer(o.err):
 		// It may have taken the job and still be about to say so: the holder must not go on with it. The claim offers it again, with
 		// the same Key.
 		err := r.conclude(r.hard, c, []*orphan{o}, &handed{})

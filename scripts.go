@@ -34,6 +34,7 @@ var (
 	exhumeScript   = loadScript("exhume")
 	fetchScript    = loadScript("fetch")
 	deliverScript  = loadScript("deliver")
+	restoreScript  = loadScript("restore")
 
 	checkpointScript = loadScript("checkpoint")
 )
@@ -78,6 +79,12 @@ func isNoScript(err error) bool {
 func isWrongType(err error) bool {
 	var answer redis.Error
 	return errors.As(err, &answer) && strings.Contains(answer.Error(), "WRONGTYPE ")
+}
+
+// isAnswer reports that err is what the server said, and not that it may have said something else.
+func isAnswer(err error) bool {
+	var answer redis.Error
+	return errors.As(err, &answer)
 }
 
 // isOOM reports that Redis refused a write because its memory is full.

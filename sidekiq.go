@@ -29,17 +29,14 @@ func Sidekiq() ListOption {
 
 type sidekiqFormat struct{ name string }
 
-// sidekiqJob is what we need to know of a job; the rest is the handler's.
-type sidekiqJob struct {
-	JID        string          `json:"jid"`
-	Class      json.RawMessage `json:"class"`
-	Queue      json.RawMessage `json:"queue"`
-	CreatedAt  json.RawMessage `json:"created_at"`
-	EnqueuedAt json.RawMessage `json:"enqueued_at"`
-}
+// sidekiqJob is a job's JSON. A map, because encoding/json does not mind the case of a struct's names, and Sidekiq does.
+type sidekiqJob map[string]json.RawMessage
+
+// lacks reports that there is no such member, or that it is null.
+func (j sidekiqJob) lacks(name string) bool { return len(j[name]) == 0 || string(j[name]) == "null" }
 
 func (f sidekiqFormat) parse(text []byte) (job sidekiqJob, err error) {
-	if err = json.Unmarshal(text, &job); err == nil && len(job.Class) == 0 {
+	if err = json.Unmarshal(text, &job); err == nil && job.lacks("class") {
 		err = errors.New("there is no class")
 	}
 	if err != nil {
@@ -50,10 +47,14 @@ func (f sidekiqFormat) parse(text []byte) (job sidekiqJob, err error) {
 
 func (f sidekiqFormat) Decode(element []byte) (Job, error) {
 	job, err := f.parse(element)
-	if err == nil && job.JID == "" {
-		err = errors.New("not a job of Sidekiq: there is no jid")
+	if err != nil {
+		return Job{}, err
 	}
-	return Job{ID: job.JID, Queue: f.name, Payload: element}, err
+	var jid string
+	if err := json.Unmarshal(job["jid"], &jid); err != nil || jid == "" {
+		return Job{}, errors.New("not a job of Sidekiq: there is no jid")
+	}
+	return Job{ID: jid, Queue: f.name, Payload: element}, nil
 }
 
 // Encode adds what is missing and leaves every other byte alone: a number in args may have more digits than a float64.
@@ -69,10 +70,10 @@ func (f sidekiqFormat) Encode(o Orphan) ([]byte, error) {
 			more = fmt.Appendf(more, `,%q:%s`, name, text)
 		}
 	}
-	add(job.JID == "", "jid", o.ID)
-	add(len(job.Queue) == 0, "queue", f.name)
-	add(len(job.CreatedAt) == 0, "created_at", now)
-	add(len(job.EnqueuedAt) == 0, "enqueued_at", now)
+	add(job.lacks("jid"), "jid", o.ID)
+	add(job.lacks("queue"), "queue", f.name)
+	add(job.lacks("created_at"), "created_at", now)
+	add(job.lacks("enqueued_at"), "enqueued_at", now)
 	if len(more) == 0 {
 		return o.Payload, nil
 	}

@@ -54,13 +54,13 @@ func (w *waits) wait(ctx context.Context, inc *incarnation, lists []*ListQueue) 
 	select {
 	case err = <-me.woken:
 		w.leave(me)
-		if err != nil && isClosed(w.r.draining) { // which is why
+		if err != nil && w.r.serving.Err() != nil { // which is why
 			err = fmt.Errorf("%w: state is %v", ErrNotRunning, w.r.State())
 		}
 		return err
 	case <-ctx.Done():
 		err = ctx.Err()
-	case <-w.r.draining:
+	case <-w.r.serving.Done():
 		err = fmt.Errorf("%w: state is %v", ErrNotRunning, w.r.State())
 	case <-inc.ended:
 		err = fmt.Errorf("%w: this worker was declared dead while it waited, and took nothing", ErrLost)
@@ -72,15 +72,6 @@ func (w *waits) wait(ctx context.Context, inc *incarnation, lists []*ListQueue) 
 	default:
 	}
 	return err
-}
-
-func isClosed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
 }
 
 // enter makes sure that a move is under way for each list.
@@ -193,7 +184,7 @@ func (w *waits) close() {
 // putBackSoon is for arrivals that this worker will not take.
 func (w *waits) putBackSoon(lists []*ListQueue) {
 	w.r.group.spawn(func() {
-		ctx, cancel := w.r.limit(w.r.hard)
+		ctx, cancel := w.r.limit(context.Background()) // also while Stop ends: nobody else may come to do it
 		defer cancel()
 		w.putBack(ctx, lists)
 		// Redis may notice a moment later that a connection was closed, and until then move one more element for it.
@@ -205,22 +196,16 @@ func (w *waits) putBackSoon(lists []*ListQueue) {
 
 func (w *waits) putBack(ctx context.Context, lists []*ListQueue) {
 	for _, q := range lists {
-		if err := putArrivalsBack(ctx, w.r.rdb, w.r.keys.arrived(q.key), q.key, q.side); err != nil && ctx.Err() == nil {
+		if err := putArrivalsBack(ctx, w.r.rdb, w.r.keys.arrived(q.key), q.key, q.side); err != nil {
 			w.r.log.Warn("recovery: could not put an arrival back, the next sweep or fetch will", "worker", w.r.WorkerID(), "queue", q.key, "err", err)
 		}
 	}
 }
 
 // putArrivalsBack makes what has arrived first in line again, in its order.
-func putArrivalsBack(ctx context.Context, rdb redis.Cmdable, arrived, queue, side string) error {
-	for range 1000 {
-		err := rdb.LMove(ctx, arrived, queue, left, side).Err()
-		if errors.Is(err, redis.Nil) {
-			return nil
-		}
-		if err != nil {
-			return fmt.Errorf("put arrivals of %q back: %w", queue, err)
-		}
+func putArrivalsBack(ctx context.Context, rdb redis.Scripter, arrived, queue, side string) error {
+	if err := restoreScript.Run(ctx, rdb, []string{arrived, queue}, side).Err(); err != nil {
+		return fmt.Errorf("put arrivals of %q back: %w", queue, err)
 	}
 	return nil
 }

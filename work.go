@@ -75,7 +75,7 @@ func (p *pool) feed(ctx context.Context) {
 			case <-p.freed:
 				continue
 			case <-ctx.Done():
-			case <-p.r.draining:
+			case <-p.r.serving.Done():
 			}
 			return
 		}
@@ -112,9 +112,11 @@ func (p *pool) room() int {
 
 // pause waits before the next attempt after an error. It reports false if there is to be none.
 func (p *pool) pause(ctx context.Context, failed int, err error) bool {
+	var freed <-chan struct{}
 	switch {
 	case errors.Is(err, ErrLost): // declared dead; by now there is a new incarnation
-	case errors.Is(err, ErrAtCapacity): // others use it up
+	case errors.Is(err, ErrAtCapacity): // ours may be the next to end, or another's
+		freed, failed = p.freed, 1
 	default:
 		p.r.log.Warn("recovery: could not fetch, will try again", "worker", p.r.WorkerID(), "failed", failed, "err", err)
 	}
@@ -123,8 +125,10 @@ func (p *pool) pause(ctx context.Context, failed int, err error) bool {
 	select {
 	case <-timer.C:
 		return true
+	case <-freed:
+		return true
 	case <-ctx.Done():
-	case <-p.r.draining:
+	case <-p.r.serving.Done():
 	}
 	return false
 }
@@ -158,12 +162,15 @@ func (p *pool) handle() {
 // ended makes room for another job.
 func (p *pool) ended(took time.Duration) {
 	average := p.took.Load()
+	if average == 0 {
+		average = int64(took)
+	}
 	p.took.Store(max(1, average+(int64(took)-average)/8)) // a lost update is no harm
 	p.held.Add(-1)
 	if p.room() == 0 {
 		return
 	}
-	select {
+	select { // one is enough: whoever waits looks again
 	case p.freed <- struct{}{}:
 	default:
 	}
@@ -171,8 +178,12 @@ func (p *pool) ended(took time.Duration) {
 
 // one runs the handler for one job, and ends the lease.
 func (p *pool) one(l *Lease) {
-	l.arm() // its time begins now, not when it was fetched
 	began := time.Now()
+	if !l.isHeld() { // lost while it waited
+		p.ended(0)
+		return
+	}
+	l.arm() // its time begins now, not when it was fetched
 	err, returned := error(nil), false
 	defer func() {
 		if !returned { // the handler ended its goroutine. A new one takes its place
@@ -191,6 +202,10 @@ func (p *pool) one(l *Lease) {
 	}
 	if err != nil {
 		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "err", err)
+	}
+	if l.wantsOut() { // it was refused: nobody else would try again
+		p.r.surrender(l, Released)
+		return
 	}
 	if err := l.Done(); err != nil && !errors.Is(err, ErrLost) { // a loss was told when it happened
 		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "err", err)

@@ -173,6 +173,28 @@ func TestWork_handlerTrouble(t *testing.T) {
 	})
 }
 
+// A handler that ends its goroutine has its job handed back, and another goroutine takes its place.
+func TestWork_goexit(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs")
+		m := w.join("a", Config{}, into(q))
+		var runs atomic.Int64
+		ctx, cancel := context.WithCancel(bg)
+		ended := working(m, ctx, q, 1, func(context.Context, *Lease) error {
+			if runs.Add(1) == 1 {
+				runtime.Goexit()
+			}
+			return nil
+		})
+		w.push("jobs", "a", "b")
+		time.Sleep(time.Minute)
+		assert.EqualValues(t, 3, runs.Load())
+		assert.Empty(t, w.inflight(m.WorkerID()))
+		cancel()
+		assert.NoError(t, <-ended)
+	})
+}
+
 // Redis goes away and comes back: Work goes on by itself.
 func TestWork_survivesRedis(t *testing.T) {
 	inBubble(t, func(w *world) {

@@ -31,7 +31,7 @@ for i, id in ipairs(ids) do
   local how, value = ARGV[i * 3 + 2], ARGV[i * 3 + 3]
   if before[i] == 1 then
     answer[i] = 2
-  elseif not (claimed[i] or own and held[i] or how == "lost") then
+  elseif not (claimed[i] and not own or own and held[i] or how == "lost") then
     answer[i] = 0
   elseif how == "at" and not records[i] then
     answer[i] = 3

@@ -8,9 +8,10 @@
 -- ARGV[3] at most this many leases; 0 only asks what an earlier copy took, and makes sure that no later one takes anything
 -- ARGV[4] stop after this many bytes
 -- ARGV[5...] two for each queue: its consumers' end, LEFT or RIGHT; what a record of its elements begins with
--- Returns {state, start, lease...}
+-- Returns {state, start, last, lease...}
 --   state 1 live; 0 fenced; -1 absent. Unless live, nothing was taken.
 --   start us, of these leases
+--   last  number of the call before this one
 --   lease two values each: member, record
 -- Atomic: an element is in its list or in the records, never in neither.
 -- Twice: the session keeps the number of the last call, and how many leases it took. A copy answers those again; a copy of an older call
@@ -22,10 +23,10 @@ local function int(n) return string.format("%.0f", n) end
 
 local s = redis.call("HMGET", session, "state", "fetch", "fetched", "start")
 if s[1] ~= "live" then
-  return {s[1] and 0 or -1, 0}
+  return {s[1] and 0 or -1, 0, 0}
 end
-local answer = {1, "0"}
 local last = tonumber(s[2] or 0)
+local answer = {1, "0", last}
 if number <= last then
   for i = 1, number == last and tonumber(s[3] or 0) or 0 do
     local member = int(base + i)
@@ -38,6 +39,11 @@ if number <= last then
   end
   return answer
 end
+
+-- Every key is touched before anything is taken: one of the wrong type must not end the script half-way. HDEL is also a write that frees:
+-- it lets the others through when Redis is out of memory, see claim.lua.
+redis.call("ZCARD", inflight)
+redis.call("HDEL", jobs, "")
 
 local t = redis.call("TIME")
 local start = int(math.max(t[1] * 1000000 + t[2], tonumber(s[4] or 0) + 1))
