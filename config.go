@@ -80,7 +80,7 @@ type Config struct {
 	// supervisor grants (Kubernetes: terminationGracePeriodSeconds, 30s) by 5 seconds. Default: 25s.
 	StopTimeout time.Duration
 
-	// MaxInflight limits the jobs in flight; beyond it Track returns ErrAtCapacity. Default: 0, no limit.
+	// MaxInflight limits the jobs in flight; beyond it Track and Fetch return ErrAtCapacity. Default: 0, no limit.
 	MaxInflight int
 
 	// MaxPayload limits a job's payload, in bytes. Redis keeps payloads in memory. Default: 1 MiB.
@@ -108,7 +108,7 @@ type Config struct {
 	// an hour of work. Switch it on where running twice is worse than running late. Default: false.
 	SelfFence bool
 
-	// WaitReplicas makes Track, and every claim of a sweep, wait until that many replicas have the write. Default: 0.
+	// WaitReplicas makes Track, Fetch, and every claim of a sweep, wait until that many replicas have the write. Default: 0.
 	WaitReplicas int
 
 	// HashTag puts every key into one slot of a Redis Cluster, under this tag, so that a queue with the same tag can be

@@ -118,7 +118,7 @@
 //	workers                    the registry: incarnations that may hold jobs
 //	gc                         the sweep lock; it saves work, and nothing rests on it
 //	queues                     lists from which somebody fetches
-//	{list}:arrived:list        an element that was moved to wake a worker; part of the queue
+//	{list}:arrived:list:list   an element that was moved to wake a worker; part of the queue
 //	{W}:session                live or fenced; last batch of each lane, start and claim; host, pid, …
 //	{W}:beat, {W}:suspect      the heartbeat; when a sweep first missed it
 //	{W}:inflight, {W}:jobs     leases with their start; their records and checkpoints
@@ -159,8 +159,8 @@
 // lost, those that it has are lost, as if the worker had been declared dead. A registry that a failover lost heals with the
 // next beats; [Inspector.Doctor] finds dead workers that are missing in it.
 //
-// Redis is out of memory. Track, Checkpoint, Start and new dead letters fail with OOM. Done, beats, sweeps and Release go
-// on: their scripts begin with a harmless write, after which Redis lets a script finish.
+// Redis is out of memory. Track, Checkpoint, Start and new dead letters fail with OOM. Done, beats, sweeps, Release and
+// Fetch go on: their scripts begin with a harmless write, after which Redis lets a script finish.
 //
 // The worker was declared dead. Its leases are lost: contexts are cancelled, Done returns ErrLost. Do not acknowledge these
 // jobs to their source.

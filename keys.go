@@ -12,7 +12,7 @@ const schema = "recovery:1:"
 //	workers-damaged any       a beat               never              nobody: it is evidence
 //	gc            STRING      whoever sweeps       GCLockTTL          Stop of the holder
 //	queues        ZSET        Fetch, every beat    never              a sweep, when nobody has fetched for InflightTTL
-//	arrived:queue LIST        a waiting Fetch      never              empties itself
+//	arrived:list  LIST        a waiting Fetch      never              empties itself
 //	W:session     HASH        join, commit, claim  InflightTTL        nobody: it must outlive a zombie
 //	W:beat        STRING      join, beat           OrphanThreshold/2  leave
 //	W:suspect     STRING      claim                a few looks        beat, leave

@@ -189,7 +189,7 @@ func (r *Recoverer) warnOfEviction(ctx context.Context) {
 	}
 }
 
-// Quiet makes Track refuse new jobs. Running ones go on and are still vouched for. It does not block and can't be undone.
+// Quiet makes Track and Fetch refuse new jobs. Running ones go on and are still vouched for. It does not block and can't be undone.
 func (r *Recoverer) Quiet() {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -9,7 +9,7 @@ import (
 
 // Stop leaves the fleet. It blocks until that is done, or a little longer than ctx. In this order:
 //
-//  1. Track refuses new jobs
+//  1. Track and Fetch refuse new jobs
 //  2. sweeping stops; calls of the Enqueuer that are under way may end
 //  3. running jobs are waited for until ctx ends; the heart beats on
 //  4. the heartbeat ends, after a last beat that mends what Redis may have lost
