@@ -10,7 +10,7 @@ import (
 
 // Limits of one claim, so that no script holds Redis up for long.
 const (
-	claimLeases = 500
+	claimLeases = 250
 	claimBytes  = 1 << 20
 )
 

@@ -20,14 +20,14 @@ import (
 // and can't bring back a record that was removed since. What has an unknown outcome is settled by the same lane: once a
 // later number was accepted, the earlier batch can't happen any more.
 const (
-	laneCount  = 4
+	laneCount  = 16
 	batchOps   = 256
 	batchBytes = 1 << 20
 
 	// convoyAfter is the round trip from which on callers do not wait for the batch under way and use another lane. On loopback one lane
 	// makes the largest batches; over a network callers would wait for up to two round trips. It is compared with the shortest round trip of
 	// late: a busy machine is not a long way.
-	convoyAfter = 400 * time.Microsecond
+	convoyAfter = 600 * time.Microsecond
 
 	// crowd is how many waiting ops make a batch of their own worth while, also on loopback: this process prepares it while Redis executes
 	// the other one.
@@ -378,6 +378,6 @@ func (c *committer) answered(l *lane, b *batch, took time.Duration) {
 	if took < c.rtt || c.rtt == 0 {
 		c.rtt = took
 	} else {
-		c.rtt += (took - c.rtt) / 64
+		c.rtt += (took - c.rtt) / 256
 	}
 }

@@ -1,87 +1,78 @@
+// Bench measures the library against plain go-redis and against job systems, on a redis-server of its own, and writes docs/benchmarks.md. Every
+// comparison is made in one run, in turn, again and again; what is reported are medians and ratios, because machines are noisy.
 package main
 
 import (
-	"context"
 	"flag"
 	"fmt"
 	"log"
 	"os"
 	"runtime/pprof"
-	"slices"
-	"strconv"
 	"strings"
 	"time"
 )
 
 func main() {
-	repeats := flag.Int("repeats", 3, "")
-	d := flag.Duration("d", 300*time.Millisecond, "")
-	gl := flag.String("g", "1,16,128,1024", "")
-	beside := flag.Int("beside", 1000, "")
-	only := flag.String("only", "", "")
-	what := flag.String("what", "track", "")
-	prof := flag.String("prof", "", "")
+	if kind := os.Getenv(childEnv); kind != "" {
+		log.Fatal(beChild(kind, os.Getenv(addrEnv)))
+	}
+	quick := flag.Bool("quick", false, "fewer repeats, no waiting for crashes of other systems; prints, and writes nothing")
+	out := flag.String("out", "../docs", "directory for benchmarks.md and benchmarks.svg")
+	only := flag.String("only", "", "one section: "+strings.Join(sectionNames(), ", "))
+	profile := flag.String("cpuprofile", "", "write a CPU profile of this process to a file")
 	flag.Parse()
-	if *prof != "" {
-		f, _ := os.Create(*prof)
-		pprof.StartCPUProfile(f)
+	if err := run(*quick, *out, *only, *profile); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func run(quick bool, out, only, profile string) error {
+	if profile != "" {
+		f, err := os.Create(profile)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		if err := pprof.StartCPUProfile(f); err != nil {
+			return err
+		}
 		defer pprof.StopCPUProfile()
 	}
 	srv, err := startServer()
 	if err != nil {
-		log.Fatal(err)
+		return err
 	}
 	defer srv.stop()
-	e := env{srv: srv, addr: srv.addr, payload: make([]byte, 256)}
-	if *what == "drain" {
-		for range *repeats {
-			for _, dr := range drainers {
-				f, err := e.drains(dr, 20000, 64)
-				fmt.Println(dr.name, fmt.Sprintf("%.0f/s cpu %v redis %v allocs %.0f wire %.0f", f.rate, f.clientCPU, f.redis, f.allocs, f.wire), err)
-			}
-		}
-		return
+	s := &session{
+		env:     env{srv: srv, addr: srv.addr, payload: make([]byte, 256)},
+		quick:   quick,
+		repeats: 9,
+		span:    400 * time.Millisecond,
+		began:   time.Now(),
 	}
-	if *what == "recover" {
-		for range *repeats {
-			for _, c := range []struct{ list, fetched bool }{{false, false}, {true, false}, {true, true}} {
-				res, err := e.orphans(10000, c.list, c.fetched)
-				fmt.Println(c, fmt.Sprintf("%.0f/s redis %v stall %v wire %.0f", res.rate, res.redis, res.stall, res.wire), err)
-			}
-			p, err := e.livePass(10000)
-			fmt.Println("pass", p, err)
-		}
-		for _, n := range []int{1, 100000} {
-			b, s, err := e.beats(n)
-			fmt.Println("beat", n, b, s, err)
-		}
-		m, err := e.memory(100000)
-		fmt.Println("memory", m, err)
-		return
+	if quick {
+		s.repeats, s.span = 3, 200*time.Millisecond
 	}
-	cancellable, cancel := context.WithCancel(bg)
-	defer cancel()
-	for _, g := range gs(*gl) {
-		all := []subject{plain(*beside), tracked("recovery", *beside, bg), tracked("recovery ctx", *beside, cancellable)}
-		if *only != "" {
-			all = slices.DeleteFunc(all, func(s subject) bool { return s.name != *only })
-		}
-		m, err := e.compare(all, g, *repeats, *d)
-		if err != nil {
-			log.Fatal(err)
-		}
-		for _, name := range []string{"plain", "recovery", "recovery ctx"} {
-			f := m[name]
-			fmt.Printf("%4d %-14s %8.0f/s x%.2f p50 %v p99 %v cpu %v redis %v (x%.2f) allocs %.1f wire %.0f\n", g, name, f.rate, f.rate/m["plain"].rate, f.p50, f.p99, f.clientCPU, f.redis,
-				float64(f.redis)/float64(m["plain"].redis), f.allocs, f.wire)
-		}
+	for i := range s.payload {
+		s.payload[i] = 'x'
 	}
-}
-
-func gs(s string) (out []int) {
-	for _, x := range strings.Split(s, ",") {
-		n, _ := strconv.Atoi(x)
-		out = append(out, n)
+	for _, sec := range sections {
+		if only != "" && sec.name != only {
+			continue
+		}
+		fmt.Fprintf(os.Stderr, "%s ", sec.name)
+		if err := sec.run(s); err != nil {
+			return fmt.Errorf("%s: %w", sec.name, err)
+		}
+		fmt.Fprintln(os.Stderr)
 	}
-	return out
+	text := s.markdown(only == "")
+	fmt.Println(text)
+	if quick || only != "" {
+		return nil
+	}
+	if err := os.WriteFile(out+"/benchmarks.svg", []byte(s.chart()), 0o644); err != nil {
+		return err
+	}
+	return os.WriteFile(out+"/benchmarks.md", []byte(text), 0o644)
 }

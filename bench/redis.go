@@ -93,6 +93,19 @@ func (s *server) memory() (int64, error) {
 	return int64(number(text, "used_memory")), err
 }
 
+// calls is how many commands were executed, those of scripts too.
+func (s *server) calls() (n int64, err error) {
+	text, err := s.admin.Info(bg, "commandstats").Result()
+	for line := range strings.Lines(text) {
+		_, rest, _ := strings.Cut(line, ":calls=")
+		var calls int64
+		if _, err := fmt.Sscanf(rest, "%d", &calls); err == nil {
+			n += calls
+		}
+	}
+	return n, err
+}
+
 func (s *server) version() string {
 	text, _ := s.admin.Info(bg, "server").Result()
 	return field(text, "redis_version")

@@ -84,32 +84,41 @@ local answer = {2, -1, now, fenced, put_aside}
 local taken, bytes = 0, 0
 local until_ms = ms(now + claim_ttl)
 
--- take answers some leases and renews their claims. starts, us, are for those that were not claimed before.
+-- take answers some leases and renews their claims. starts, us, are for those that come from the index, and have no claim's field yet. Few
+-- tables and few strings: it is the longest script.
 local function take(ids, starts)
+  local width, n = starts and 2 or 3, #ids
   local fields, claimed, metas = {}, {}, {}
-  for i, id in ipairs(ids) do
-    fields[i * 3 - 2], fields[i * 3 - 1], fields[i * 3] = id, id .. ".cp", id .. ".claim"
+  for i = 1, n do
+    local id = ids[i]
+    local at = (i - 1) * width
+    fields[at + 1], fields[at + 2] = id, id .. ".cp"
+    if not starts then
+      fields[at + 3] = id .. ".claim"
+    end
     claimed[i * 2 - 1], claimed[i * 2] = until_ms, id
   end
   local values = redis.call("HMGET", jobs, unpack(fields))
-  local largest = 1
-  for i, id in ipairs(ids) do
-    local record, checkpoint, meta = values[i * 3 - 2], values[i * 3 - 1], values[i * 3]
+  local largest, last, written = 1, #answer, 0
+  for i = 1, n do
+    local id, at = ids[i], (i - 1) * width
+    local record, checkpoint, meta = values[at + 1], values[at + 2], not starts and values[at + 3]
     if not meta then
       meta = (starts and starts[i] or "0") .. " 0 crashed -"
-      metas[#metas + 1] = id .. ".claim"
-      metas[#metas + 1] = meta
+      metas[written + 1], metas[written + 2] = id .. ".claim", meta
+      written = written + 2
     end
-    local n = #answer
-    answer[n + 1], answer[n + 2], answer[n + 3], answer[n + 4] = id, meta, record, checkpoint
+    answer[last + 1], answer[last + 2], answer[last + 3], answer[last + 4] = id, meta, record, checkpoint
+    last = last + 4
     local size = (record and #record or 0) + (checkpoint and #checkpoint or 0)
-    bytes, largest = bytes + size, math.max(largest, size)
+    bytes = bytes + size
+    if size > largest then largest = size end
   end
-  if #metas > 0 then
+  if written > 0 then
     redis.call("HSET", jobs, unpack(metas))
   end
   redis.call("ZADD", claims, unpack(claimed))
-  taken = taken + #ids
+  taken = taken + n
   return largest
 end
 
@@ -139,8 +148,8 @@ if not own then
     local found = redis.call("ZRANGE", inflight, 0, math.min(page, most - taken) - 1, "WITHSCORES")
     if #found == 0 then break end
     local ids, starts = {}, {}
-    for i = 1, #found, 2 do
-      ids[#ids + 1], starts[#starts + 1] = found[i], ms(tonumber(found[i + 1]))
+    for i = 1, #found / 2 do
+      ids[i], starts[i] = found[i * 2 - 1], ms(tonumber(found[i * 2]))
     end
     redis.call("ZREM", inflight, unpack(ids))
     next_page(take(ids, starts))

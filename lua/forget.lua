@@ -3,27 +3,31 @@
 -- KEYS[2] claims ZSET
 -- KEYS[3] handed SET
 -- ARGV[1] retention of the proof, ms
--- ARGV[2...] leases
+-- ARGV[2] how many of the leases, from the first, may have a checkpoint
+-- ARGV[3...] leases
 -- Returns the number of leases that were still claimed.
 -- Atomic: out of the claims and into handed in one step, so that their old holder always finds proof.
 -- Twice: removes and adds the same again.
 local jobs, claims, handed = KEYS[1], KEYS[2], KEYS[3]
-local tombstone = ARGV[1]
+local tombstone, checkpoints = ARGV[1], tonumber(ARGV[2])
 local chunk = 300
 
 local found = 0
-for from = 2, #ARGV, chunk do
-  local ids = {unpack(ARGV, from, math.min(from + chunk - 1, #ARGV))}
-  local fields = {}
-  for _, id in ipairs(ids) do
-    fields[#fields + 1] = id
-    fields[#fields + 1] = id .. ".cp"
-    fields[#fields + 1] = id .. ".cpn"
-    fields[#fields + 1] = id .. ".claim"
+for from = 3, #ARGV, chunk do
+  local to = math.min(from + chunk - 1, #ARGV)
+  local fields, n = {}, 0
+  for i = from, to do
+    local id = ARGV[i]
+    fields[n + 1], fields[n + 2] = id, id .. ".claim"
+    n = n + 2
+    if i - 2 <= checkpoints then
+      fields[n + 1], fields[n + 2] = id .. ".cp", id .. ".cpn"
+      n = n + 2
+    end
   end
-  found = found + redis.call("ZREM", claims, unpack(ids))
+  found = found + redis.call("ZREM", claims, unpack(ARGV, from, to))
   redis.call("HDEL", jobs, unpack(fields))
-  redis.call("SADD", handed, unpack(ids))
+  redis.call("SADD", handed, unpack(ARGV, from, to))
 end
 redis.call("PEXPIRE", handed, tombstone)
 return found

@@ -1,0 +1,390 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/crashsafe/recovery"
+)
+
+// session is one run of this program, and what it has found.
+type session struct {
+	env
+	quick   bool
+	repeats int
+	span    time.Duration // of one measurement
+	began   time.Time
+
+	rows   []row // against the targets
+	tables []table
+	bars   []bar // for the chart
+}
+
+// row is one target.
+type row struct {
+	what, target, measured string
+	met                    bool
+}
+
+// table is the detail behind some rows.
+type table struct {
+	title, note string
+	head        []string
+	body        [][]string
+}
+
+// bar is one bar of the chart: how many times as fast as what.
+type bar struct {
+	label string
+	ratio float64
+}
+
+type section struct {
+	name string
+	run  func(*session) error
+}
+
+var sections = []section{
+	{"track", (*session).track}, {"payloads", (*session).payloads}, {"beside", (*session).beside}, {"network", (*session).network},
+	{"drain", (*session).drain}, {"beat", (*session).beat}, {"pass", (*session).pass}, {"fleet", (*session).fleet},
+	{"orphans", (*session).orphan}, {"memory", (*session).mem}, {"limit", (*session).limit}, {"crash", (*session).crash},
+}
+
+func sectionNames() (names []string) {
+	for _, s := range sections {
+		names = append(names, s.name)
+	}
+	return names
+}
+
+// met notes a target of the form "at least" or "at most".
+func (s *session) atLeast(what string, got, want float64, unit string) {
+	s.rows = append(s.rows, row{what, fmt.Sprintf("≥ %.4g%s", want, unit), fmt.Sprintf("%.3g%s", got, unit), got >= want})
+}
+
+func (s *session) atMost(what string, got, want float64, unit string) {
+	s.rows = append(s.rows, row{what, fmt.Sprintf("≤ %.4g%s", want, unit), fmt.Sprintf("%.3g%s", got, unit), got <= want})
+}
+
+func (f figures) cells(name string, base figures) []string {
+	return []string{name, fmt.Sprintf("%.0f", f.rate), fmt.Sprintf("%.2f", f.rate/base.rate), us(f.p50), us(f.p99), us(f.clientCPU), us(f.redis),
+		fmt.Sprintf("%.2f", float64(f.redis)/float64(base.redis)), fmt.Sprintf("%.0f", f.allocs), fmt.Sprintf("%.0f", f.wire)}
+}
+
+var figuresHead = []string{"", "jobs/s", "x plain", "p50 µs", "p99 µs", "client CPU µs", "Redis CPU µs", "x plain", "allocs", "wire B"}
+
+func us(d time.Duration) string { return fmt.Sprintf("%.1f", float64(d.Nanoseconds())/1000) }
+
+// track is Track and Done by 1 to 1024 goroutines, beside 1,000 jobs in flight.
+func (s *session) track() error {
+	t := table{title: "Track and Done", head: figuresHead,
+		note: "256 B payloads, 1,000 jobs in flight beside. *recovery* is called with a context that can't end, *recovery, ctx* with one that can: then a lone caller " +
+			"needs a goroutine, because go-redis does not heed the end of a context while it reads. *plain* is ZADD+HSET, then ZREM+HDEL, in two pipelines by go-redis."}
+	ctx, cancel := context.WithCancel(bg)
+	defer cancel()
+	targets := map[int]float64{1: 0.75, 16: 2.2, 128: 5.5, 1024: 6.5}
+	for _, g := range []int{1, 16, 128, 1024} {
+		m, err := s.compare([]subject{plain(1000), tracked("recovery", 1000, bg), tracked("recovery, ctx", 1000, ctx)}, g, s.repeats, s.span)
+		if err != nil {
+			return err
+		}
+		for _, name := range []string{"plain", "recovery", "recovery, ctx"} {
+			t.body = append(t.body, m[name].cells(fmt.Sprintf("%s, %d", name, g), m["plain"]))
+		}
+		r, p := m["recovery"], m["plain"]
+		s.atLeast(fmt.Sprintf("Track+Done, %d goroutines", g), r.rate/p.rate, targets[g], " x plain")
+		s.bars = append(s.bars, bar{fmt.Sprintf("Track+Done, %d goroutines, against plain go-redis", g), r.rate / p.rate})
+		if g == 128 {
+			s.atMost("… Redis CPU a job, 128 goroutines", float64(r.redis)/float64(p.redis), 0.25, " x plain")
+			s.atMost("… p99, 128 goroutines", float64(r.p99)/float64(p.p50), 1, " x plain's p50")
+			s.atMost("… allocations a job, 128 goroutines", r.allocs, 14, "")
+		}
+	}
+	s.tables = append(s.tables, t)
+	return nil
+}
+
+func (s *session) payloads() error {
+	e := s.env
+	e.payload = make([]byte, 4096)
+	m, err := e.compare([]subject{plain(1000), tracked("recovery", 1000, bg)}, 128, s.repeats, s.span)
+	if err != nil {
+		return err
+	}
+	s.atLeast("4 KiB payloads, 128 goroutines", m["recovery"].rate/m["plain"].rate, 3.8, " x plain")
+	s.tables = append(s.tables, table{title: "4 KiB payloads, 128 goroutines", head: figuresHead, body: [][]string{
+		m["plain"].cells("plain", m["plain"]), m["recovery"].cells("recovery", m["plain"])}})
+	return nil
+}
+
+// beside is whether it matters how much is in flight.
+func (s *session) beside() error {
+	n := 100_000
+	m, err := s.compare([]subject{tracked("few", 1000, bg), tracked("many", n, bg)}, 128, max(3, s.repeats/2), s.span)
+	if err != nil {
+		return err
+	}
+	s.atLeast("128 goroutines beside 100,000 in flight", m["many"].rate/m["few"].rate, 0.85, " of the rate beside 1,000")
+	s.tables = append(s.tables, table{title: "Jobs in flight beside, 128 goroutines", head: append([]string{""}, figuresHead[1:]...), body: [][]string{
+		m["few"].cells("1,000", m["few"]), m["many"].cells("100,000", m["few"])}, note: "Ratios are to the first line."})
+	return nil
+}
+
+// network is the same with a round trip of a millisecond.
+func (s *session) network() error {
+	p, err := startProxy(s.srv.addr, time.Millisecond)
+	if err != nil {
+		return err
+	}
+	defer p.stop()
+	e := s.env
+	e.addr = p.addr()
+	rtt, err := e.roundTrip()
+	if err != nil {
+		return err
+	}
+	t := table{title: "With a round trip of 1 ms", head: figuresHead, note: fmt.Sprintf("A proxy before Redis adds it; PING takes %s µs there.", us(rtt))}
+	for _, g := range []int{4, 16} {
+		m, err := e.compare([]subject{plain(0), tracked("recovery", 0, bg)}, g, s.repeats, 2*s.span)
+		if err != nil {
+			return err
+		}
+		s.atLeast(fmt.Sprintf("%d goroutines, 1 ms round trip", g), m["recovery"].rate/m["plain"].rate, 0.9, " x plain")
+		s.atMost(fmt.Sprintf("… p50 of Track and of Done, %d goroutines", g), float64(m["recovery"].p50)/2/float64(rtt), 1.3, " round trips")
+		for _, name := range []string{"plain", "recovery"} {
+			t.body = append(t.body, m[name].cells(fmt.Sprintf("%s, %d", name, g), m["plain"]))
+		}
+	}
+	s.tables = append(s.tables, t)
+	return nil
+}
+
+func (e env) roundTrip() (time.Duration, error) {
+	rdb := e.srv.clientAt(e.addr)
+	defer rdb.Close()
+	var times []time.Duration
+	for range 200 {
+		began := time.Now()
+		if err := rdb.Ping(bg).Err(); err != nil {
+			return 0, err
+		}
+		times = append(times, time.Since(began))
+	}
+	return median(times, func(d time.Duration) time.Duration { return d }), nil
+}
+
+// drain is a full queue, worked off.
+func (s *session) drain() error {
+	n, repeats := 20_000, max(3, s.repeats/2)
+	all := map[string][]figures{}
+	for range repeats {
+		for _, d := range drainers {
+			f, err := s.drains(d, n, 64)
+			if err != nil {
+				return err
+			}
+			all[d.name] = append(all[d.name], f)
+		}
+	}
+	t := table{title: "Taking, tracking and finishing from a full queue", head: []string{"", "jobs/s", "recovery is x", "client CPU µs", "Redis CPU µs", "recovery uses x", "allocs", "wire B"},
+		note: fmt.Sprintf("%d jobs of 256 B, 64 workers in one process, a handler that does nothing. recovery: Work on a list. The others with their own clients, prefetching where they can.", n)}
+	med := func(name string) figures {
+		return figures{
+			rate:      median(all[name], func(f figures) float64 { return f.rate }),
+			clientCPU: median(all[name], func(f figures) time.Duration { return f.clientCPU }),
+			redis:     median(all[name], func(f figures) time.Duration { return f.redis }),
+			allocs:    median(all[name], func(f figures) float64 { return f.allocs }), wire: median(all[name], func(f figures) float64 { return f.wire }),
+		}
+	}
+	ours := med("recovery")
+	for _, d := range drainers {
+		f := med(d.name)
+		t.body = append(t.body, []string{d.name, fmt.Sprintf("%.0f", f.rate), fmt.Sprintf("%.1f", ours.rate/f.rate), us(f.clientCPU), us(f.redis),
+			fmt.Sprintf("%.2f", float64(ours.redis)/float64(f.redis)), fmt.Sprintf("%.0f", f.allocs), fmt.Sprintf("%.0f", f.wire)})
+		if d.name != "recovery" {
+			s.bars = append(s.bars, bar{"a full queue, against " + d.name, ours.rate / f.rate})
+		}
+	}
+	s.atLeast("a full queue, against asynq", ours.rate/med("asynq").rate, 13, " x")
+	s.atMost("… Redis CPU a job, against asynq", float64(ours.redis)/float64(med("asynq").redis), 0.12, " x")
+	s.atLeast("a full queue, against rmq", ours.rate/med("rmq").rate, 4, " x")
+	s.atLeast("a full queue, against taskq", ours.rate/med("taskq").rate, 4, " x")
+	s.tables = append(s.tables, t)
+	return nil
+}
+
+func (s *session) beat() error {
+	one, set, err := s.beats(1)
+	if err != nil {
+		return err
+	}
+	many, _, err := s.beats(100_000)
+	if err != nil {
+		return err
+	}
+	s.atMost("a heartbeat with 100,000 in flight", float64(many)/float64(one), 1.3, " x one with 1 in flight")
+	s.atMost("… against one SET PX", float64(many)/float64(set), 3, " x")
+	s.tables = append(s.tables, table{title: "Heartbeat, Redis' own time for its commands", head: []string{"", "µs"}, body: [][]string{
+		{"1 in flight", us(one)}, {"100,000 in flight", us(many)}, {"SET PX, sent as often", us(set)}},
+		note: "By INFO commandstats, at a pace of one in 10 ms: caches are cold then, as they are in life."})
+	return nil
+}
+
+func (s *session) pass() error {
+	var all []pass
+	for range max(3, s.repeats/2) {
+		p, err := s.livePass(10_000)
+		if err != nil {
+			return err
+		}
+		all = append(all, p)
+	}
+	wall, cpu := median(all, func(p pass) time.Duration { return p.wall }), median(all, func(p pass) time.Duration { return p.redis })
+	s.atMost("a pass over 10,000 live workers", float64(wall)/1e6, 40, " ms")
+	s.tables = append(s.tables, table{title: "One pass over 10,000 live workers", head: []string{"wall ms", "Redis CPU ms"}, body: [][]string{
+		{fmt.Sprintf("%.1f", float64(wall)/1e6), fmt.Sprintf("%.1f", float64(cpu)/1e6)}}})
+	return nil
+}
+
+// fleet counts what a fleet at rest sends.
+func (s *session) fleet() error {
+	t := table{title: "A fleet at rest", head: []string{"workers", "commands/s", "a worker", "Redis CPU"},
+		note: "Defaults, no jobs; commands of scripts are counted, too. One pass per SweepInterval, by one of them, however many there are."}
+	sizes := []int{1, 10, 100, 1000}
+	if s.quick {
+		sizes = sizes[:3]
+	}
+	var perWorker []float64
+	for _, n := range sizes {
+		if err := s.srv.admin.FlushAll(bg).Err(); err != nil {
+			return err
+		}
+		rdb := s.srv.client()
+		var fleet []*recovery.Recoverer
+		for range n {
+			r, err := recovery.New(rdb, recovery.EnqueuerFunc(func(context.Context, recovery.Orphan) error { return nil }), recovery.Config{Logger: quiet})
+			if err == nil {
+				err = r.Start(bg)
+			}
+			if err != nil {
+				return err
+			}
+			fleet = append(fleet, r)
+		}
+		time.Sleep(6 * time.Second) // every first beat and look
+		before, err := snap(s.srv)
+		if err != nil {
+			return err
+		}
+		calls, err := s.srv.calls()
+		if err != nil {
+			return err
+		}
+		time.Sleep(10 * time.Second)
+		after, err := snap(s.srv)
+		if err != nil {
+			return err
+		}
+		more, err := s.srv.calls()
+		if err != nil {
+			return err
+		}
+		spent := after.minus(before)
+		rate := float64(more-calls) / spent.wall.Seconds()
+		perWorker = append(perWorker, rate/float64(n))
+		t.body = append(t.body, []string{fmt.Sprint(n), fmt.Sprintf("%.0f", rate), fmt.Sprintf("%.2f", rate/float64(n)), fmt.Sprintf("%.2f %%", 100*spent.redis.Seconds()/spent.wall.Seconds())})
+		var wg sync.WaitGroup
+		for _, r := range fleet {
+			wg.Go(func() { _ = r.Stop(bg) })
+		}
+		wg.Wait()
+		rdb.Close()
+	}
+	s.atMost(fmt.Sprintf("commands of a worker, among %d and alone", sizes[len(sizes)-1]), perWorker[len(perWorker)-1]/perWorker[0], 1, " x")
+	s.tables = append(s.tables, t)
+	return nil
+}
+
+func (s *session) orphan() error {
+	kinds := []struct {
+		name          string
+		list, fetched bool
+	}{{"BatchEnqueuer (one RPUSH for a page)", false, false}, {"ListQueue, tracked", true, false}, {"ListQueue, fetched", true, true}}
+	t := table{title: "Handing back 10,000 jobs of one dead worker", head: []string{"", "orphans/s", "Redis CPU µs", "wire B", "longest stall of another client, ms"},
+		note: "By one Sweep, crashes counted. The stall is the longest PING of another client meanwhile, in this process, with both busy."}
+	all := make([][]recovered, len(kinds))
+	for range max(3, s.repeats) {
+		for i, k := range kinds {
+			res, err := s.orphans(10_000, k.list, k.fetched)
+			if err != nil {
+				return err
+			}
+			all[i] = append(all[i], res)
+		}
+	}
+	for i, k := range kinds {
+		rate, stall := median(all[i], func(r recovered) float64 { return r.rate }), median(all[i], func(r recovered) time.Duration { return r.stall })
+		t.body = append(t.body, []string{k.name, fmt.Sprintf("%.0f", rate), us(median(all[i], func(r recovered) time.Duration { return r.redis })),
+			fmt.Sprintf("%.0f", median(all[i], func(r recovered) float64 { return r.wire })), fmt.Sprintf("%.1f", float64(stall)/1e6)})
+		want := 120_000.0
+		if k.list {
+			want = 300_000
+		}
+		if i != 1 {
+			s.atLeast("orphans, 10,000 of one worker, "+k.name, rate, want, "/s")
+			s.atMost("… longest stall of another client", float64(stall)/1e6, 5, " ms")
+		}
+	}
+	s.tables = append(s.tables, t)
+	return nil
+}
+
+func (s *session) mem() error {
+	m, err := s.memory(100_000)
+	if err != nil {
+		return err
+	}
+	s.atMost("memory of a job in flight, beyond its payload", m, 340, " B")
+	return nil
+}
+
+func (s *session) limit() error {
+	plain, protocol, err := s.limits(s.repeats, 2000)
+	if err != nil {
+		return err
+	}
+	s.tables = append(s.tables, table{title: "What a lone caller can reach", head: []string{"", "µs a job", "x plain"}, body: [][]string{
+		{"plain commands", us(plain), "1.00"}, {"the least protocol", us(protocol), fmt.Sprintf("%.2f", float64(plain)/float64(protocol))}},
+		note: "No client library: prepared bytes over one connection (limit.go). The script must check that the session lives and that this is no late copy, and read the clock."})
+	return nil
+}
+
+func (s *session) crash() error {
+	n := 8
+	var ours []time.Duration
+	var asynqTime, rmqTime time.Duration
+	var wg sync.WaitGroup
+	errs := make([]error, 3)
+	wg.Go(func() { ours, errs[0] = crashRecovery(n) })
+	if !s.quick {
+		wg.Go(func() { asynqTime, errs[1] = crashAsynq() })
+		wg.Go(func() { rmqTime, errs[2] = crashRmq() })
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	s.atMost(fmt.Sprintf("kill -9 to Enqueue, defaults, longest of %d", n), ours[len(ours)-1].Seconds(), 25, " s")
+	s.atMost("… median", ours[len(ours)/2].Seconds(), 21, " s")
+	t := table{title: "From kill -9 to the job being there again, with defaults", head: []string{"", "s"}, body: [][]string{
+		{fmt.Sprintf("recovery, median of %d", n), fmt.Sprintf("%.1f", ours[len(ours)/2].Seconds())}, {"recovery, longest", fmt.Sprintf("%.1f", ours[len(ours)-1].Seconds())}}}
+	if !s.quick {
+		t.body = append(t.body, []string{"asynq, once", fmt.Sprintf("%.1f", asynqTime.Seconds())}, []string{"rmq, once, with a Cleaner every second", fmt.Sprintf("%.1f", rmqTime.Seconds())})
+	}
+	s.tables = append(s.tables, t)
+	return nil
+}
