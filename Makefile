@@ -2,13 +2,14 @@
 
 STATICCHECK = go tool -modfile=internal/tools/go.mod staticcheck
 
-# A module of its own: ./... does not reach it.
+# Modules of their own: ./... does not reach them.
 TRACING = examples/tracing
+BENCH = bench
 
-.PHONY: help test lint quickstart
+.PHONY: help test lint quickstart bench bench-quick
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: ## vet, and run all tests with the race detector; installs redis-server and gcc where they are missing
 	./internal/tools/need.sh redis-server gcc
@@ -21,7 +22,16 @@ lint: ## gofmt, vet, staticcheck
 	@unformatted=$$(gofmt -l .) && if [ -n "$$unformatted" ]; then echo "gofmt -w these files:" $$unformatted; exit 1; fi
 	go vet ./...
 	cd $(TRACING) && go vet ./...
+	cd $(BENCH) && go vet ./...
 	$(STATICCHECK) -checks inherit,-ST1005 ./...
 
 quickstart: ## kill a worker, and see its jobs recovered; needs no Redis
 	go run ./examples/quickstart
+
+bench: ## measure everything, and write docs/benchmarks.md and docs/benchmarks.svg; about 10 minutes
+	./internal/tools/need.sh redis-server
+	cd $(BENCH) && go run . -out ../docs
+
+bench-quick: ## the same with fewer repeats, in under two minutes; writes nothing
+	./internal/tools/need.sh redis-server
+	cd $(BENCH) && go run . -quick

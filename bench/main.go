@@ -57,7 +57,7 @@ func run(quick bool, out, only, profile string) error {
 		s.payload[i] = 'x'
 	}
 	for _, sec := range sections {
-		if only != "" && sec.name != only {
+		if only != "" && sec.name != only || only == "" && quick && sec.name == "crash" { // half a minute, for what is in fake time tested anyway
 			continue
 		}
 		fmt.Fprintf(os.Stderr, "%s ", sec.name)

@@ -252,9 +252,9 @@ func (s *session) pass() error {
 func (s *session) fleet() error {
 	t := table{title: "A fleet at rest", head: []string{"workers", "commands/s", "a worker", "Redis CPU"},
 		note: "Defaults, no jobs; commands of scripts are counted, too. One pass per SweepInterval, by one of them, however many there are."}
-	sizes := []int{1, 10, 100, 1000}
+	sizes, watch := []int{1, 10, 100, 1000}, 10*time.Second
 	if s.quick {
-		sizes = sizes[:3]
+		sizes, watch = []int{1, 100}, 5*time.Second
 	}
 	var perWorker []float64
 	for _, n := range sizes {
@@ -282,7 +282,7 @@ func (s *session) fleet() error {
 		if err != nil {
 			return err
 		}
-		time.Sleep(10 * time.Second)
+		time.Sleep(watch)
 		after, err := snap(s.srv)
 		if err != nil {
 			return err
