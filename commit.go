@@ -31,7 +31,8 @@ const (
 
 	// crowd is how many waiting ops make a batch of their own worth while, also on loopback: this process prepares it while Redis executes
 	// the other one.
-	crowd = 64
+	crowd     = 64
+	nearLanes = 3 // and no more than these at a time
 
 	// stuckAfter is how long a batch may be out before callers stop waiting for it in any case.
 	stuckAfter = 20 * time.Millisecond
@@ -253,14 +254,17 @@ func (c *committer) idle() bool {
 // crowd, or if those under way are stuck. c.qmu is held.
 func (c *committer) freeLane() *lane {
 	var free *lane
+	near, out := c.rtt < convoyAfter, 0 // batches under way that are not stuck
 	for _, l := range c.lanes {
 		switch {
 		case !l.busy:
 			if free == nil {
 				free = l
 			}
-		case c.rtt < convoyAfter && len(c.queue) < crowd && (l.sentAt.IsZero() || time.Since(l.sentAt) < stuckAfter):
-			return nil
+		case near && (l.sentAt.IsZero() || time.Since(l.sentAt) < stuckAfter):
+			if out++; len(c.queue) < crowd || out >= nearLanes {
+				return nil
+			}
 		}
 	}
 	if free != nil {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync/atomic"
@@ -68,7 +69,7 @@ func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
 	if err != nil {
 		return res, err
 	}
-	if err := e.fill(dead, rdb, queue, n, fetched); err != nil {
+	if _, err := e.fill(dead, rdb, queue, n, fetched); err != nil {
 		return res, err
 	}
 	session := "recovery:1:default:{" + dead.WorkerID() + "}:session"
@@ -99,13 +100,17 @@ func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
 	if report.HandedBack != n || rdb.LLen(bg, "queue").Val() != int64(n) {
 		return res, fmt.Errorf("%d handed back, %d in the queue, not %d", report.HandedBack, rdb.LLen(bg, "queue").Val(), n)
 	}
+	// The dead one has an hour until its next beat; it must not outlive this.
+	halt, cancel := context.WithCancel(bg)
+	cancel()
+	_ = dead.Stop(halt)
 	s := after.minus(before)
 	res.rate, res.redis, res.wire = float64(n)/s.wall.Seconds(), s.redis/time.Duration(n), float64(s.wire)/float64(n)
 	return res, nil
 }
 
 // fill gives a worker n jobs.
-func (e env) fill(r *recovery.Recoverer, rdb *redis.Client, q *recovery.ListQueue, n int, fetched bool) error {
+func (e env) fill(r *recovery.Recoverer, rdb *redis.Client, q *recovery.ListQueue, n int, fetched bool) (all []*recovery.Lease, err error) {
 	for done := 0; done < n; {
 		page := min(1000, n-done)
 		if !fetched {
@@ -113,9 +118,11 @@ func (e env) fill(r *recovery.Recoverer, rdb *redis.Client, q *recovery.ListQueu
 			for i := range jobs {
 				jobs[i] = recovery.Job{ID: fmt.Sprint("job-", done+i), Payload: e.payload}
 			}
-			if _, err := r.TrackAll(bg, jobs...); err != nil {
-				return err
+			leases, err := r.TrackAll(bg, jobs...)
+			if err != nil {
+				return nil, err
 			}
+			all = append(all, leases...)
 			done += page
 			continue
 		}
@@ -124,18 +131,19 @@ func (e env) fill(r *recovery.Recoverer, rdb *redis.Client, q *recovery.ListQueu
 			values[i] = fmt.Sprintf("%08d%s", done+i, e.payload[8:])
 		}
 		if err := rdb.LPush(bg, q.Key(), values...).Err(); err != nil {
-			return err
+			return nil, err
 		}
 		for got := 0; got < page; {
 			leases, err := r.Fetch(bg, q, page-got)
 			if err != nil {
-				return err
+				return nil, err
 			}
+			all = append(all, leases...)
 			got += len(leases)
 		}
 		done += page
 	}
-	return nil
+	return all, nil
 }
 
 // ping asks again and again, and answers the longest wait.
@@ -218,8 +226,9 @@ func (e env) beats(n int) (beat, setPX time.Duration, err error) {
 	if err == nil {
 		err = r.Start(bg)
 	}
+	var leases []*recovery.Lease
 	if err == nil {
-		err = e.fill(r, rdb, nil, n, false)
+		leases, err = e.fill(r, rdb, nil, n, false)
 	}
 	if err != nil {
 		return 0, 0, err
@@ -240,13 +249,9 @@ func (e env) beats(n int) (beat, setPX time.Duration, err error) {
 		all += usec(text, name)
 	}
 	beat = time.Duration(all * float64(time.Microsecond) / float64(beats))
-	// Nobody waits for a hundred thousand hand-backs: the session goes, and with it the worker.
-	halt, cancel := context.WithCancel(bg)
-	cancel()
-	if err := e.srv.admin.FlushAll(bg).Err(); err != nil {
+	if err := errors.Join(finish(leases), r.Stop(bg)); err != nil {
 		return 0, 0, err
 	}
-	_ = r.Stop(halt)
 	if err := e.srv.admin.ConfigResetStat(bg).Err(); err != nil {
 		return 0, 0, err
 	}
@@ -281,19 +286,21 @@ func (e env) memory(n int) (float64, error) {
 	if err == nil {
 		err = r.Start(bg)
 	}
+	var first, leases []*recovery.Lease
 	if err == nil {
-		err = e.fill(r, rdb, nil, 1000, false) // connections' buffers
+		first, err = e.fill(r, rdb, nil, 1000, false) // connections' buffers
 	}
 	if err != nil {
 		return 0, err
 	}
 	before, err := e.srv.memory()
 	if err == nil {
-		err = e.fill(r, rdb, nil, n, false)
+		leases, err = e.fill(r, rdb, nil, n, false)
 	}
 	if err != nil {
 		return 0, err
 	}
 	after, err := e.srv.memory()
+	err = errors.Join(err, finish(append(first, leases...)), r.Stop(bg))
 	return float64(after-before)/float64(n) - float64(len(e.payload)), err
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -55,14 +56,9 @@ func tracked(name string, inflight int, ctx context.Context) subject {
 		if err != nil {
 			return nil, nil, err
 		}
-		for n := 0; n < inflight; n += 1000 {
-			jobs := make([]recovery.Job, min(1000, inflight-n))
-			for i := range jobs {
-				jobs[i] = recovery.Job{ID: fmt.Sprint("beside-", n+i), Payload: e.payload}
-			}
-			if _, err := r.TrackAll(bg, jobs...); err != nil {
-				return nil, nil, err
-			}
+		others, err := e.fill(r, rdb, nil, inflight, false)
+		if err != nil {
+			return nil, nil, err
 		}
 		job := func(int) error {
 			l, err := r.Track(ctx, recovery.Job{ID: "job", Payload: e.payload})
@@ -72,8 +68,8 @@ func tracked(name string, inflight int, ctx context.Context) subject {
 			return l.Done()
 		}
 		end := func() error {
-			if inflight > 0 { // do not hand back a hundred thousand jobs now
-				return nil
+			if err := finish(others); err != nil { // or it would bring them back after the next FLUSHALL
+				return err
 			}
 			if err := r.Stop(bg); err != nil {
 				return err
@@ -82,4 +78,25 @@ func tracked(name string, inflight int, ctx context.Context) subject {
 		}
 		return job, end, nil
 	}}
+}
+
+// finish ends leases, many at a time.
+func finish(leases []*recovery.Lease) error {
+	var wg sync.WaitGroup
+	places := make(chan struct{}, 1000)
+	var failed atomic.Pointer[error]
+	for _, l := range leases {
+		places <- struct{}{}
+		wg.Go(func() {
+			if err := l.Done(); err != nil {
+				failed.Store(&err)
+			}
+			<-places
+		})
+	}
+	wg.Wait()
+	if err := failed.Load(); err != nil {
+		return *err
+	}
+	return nil
 }
