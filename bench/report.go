@@ -51,9 +51,10 @@ const missed = `
 - **A lone caller.** "What a lone caller can reach" above is the ceiling, measured without any client library: Track is a script that checks the
   session, tells late copies and reads the clock, and Redis needs some microseconds more for that than for two plain commands. A caller whose context can end
   pays for a goroutine beside.
-- **300,000 orphans a second into a list** were measured with a script that claims, pushes and forgets, and nothing else. This one counts every crash
-  in the history of its job, so that a job that kills its workers is found: three more commands for each, in the slot of the job. What is left is
-  more than a list's consumers take.
+- **Orphans a second.** The targets were measured with claim, push and forget, and nothing else. Here every crash is counted in the history of its
+  job, so that a job that kills its workers is found: three more commands for each, in the slot of the job, and they are about half of what an orphan
+  costs Redis. A job must be known by its ID for that, so its record goes to the sweeper and can't be moved by one script alone. A fleet that loses a worker
+  with 10,000 jobs has them back in a quarter of a second.
 - **Ratios to plain at 128 and 1024 goroutines** depend on who gets the cores. On two cores that client and Redis share, what counts is the sum of
   "client CPU" and "Redis CPU" a job.
 `
