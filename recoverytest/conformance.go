@@ -1,0 +1,131 @@
+package recoverytest
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/crashsafe/recovery"
+)
+
+// Subject is an Enqueuer under test, and how to see what it did.
+type Subject struct {
+	Enqueuer recovery.Enqueuer
+	// Delivered answers the payloads that have arrived so far, where a consumer would find them, in any order. It is called when no Enqueue is under way.
+	Delivered func(t testing.TB) [][]byte
+}
+
+// EnqueuerConformance runs what every Enqueuer should pass, each part on a fresh Subject: payloads arrive byte for byte; a repeated call with the same Key does not
+// deliver twice; the same job with another Key does; calls may be concurrent; a context that has ended is heeded; a batch answers for each.
+func EnqueuerConformance(t *testing.T, factory func(t testing.TB) Subject) {
+	t.Run("payload", func(t *testing.T) {
+		for name, payload := range map[string][]byte{"empty": {}, "binary": {0, 255, '\r', '\n', '{'}, "large": bytes.Repeat([]byte("x"), 1<<20), "unicode": []byte("grüße \u2028")} {
+			t.Run(name, func(t *testing.T) {
+				s := factory(t)
+				enqueue(t, s, orphan("job", "w-1/1", payload))
+				got := s.Delivered(t)
+				if len(got) != 1 || !bytes.Equal(got[0], payload) {
+					t.Fatalf("recoverytest: delivered %s, not the payload of %d bytes, byte for byte", shortList(got), len(payload))
+				}
+			})
+		}
+	})
+	t.Run("same Key", func(t *testing.T) {
+		s := factory(t)
+		o := orphan("job", "w-1/1", []byte("once"))
+		enqueue(t, s, o)
+		enqueue(t, s, o) // as after a sweeper that died before it could forget the lease
+		if got := s.Delivered(t); len(got) != 1 {
+			t.Fatalf("recoverytest: Enqueue was repeated with the same Key, and delivered %d times: %s", len(got), shortList(got))
+		}
+	})
+	t.Run("same job, other Key", func(t *testing.T) {
+		s := factory(t)
+		enqueue(t, s, orphan("job", "w-1/1", []byte("a")))
+		enqueue(t, s, orphan("job", "w-2/1", []byte("a"))) // a second run of the same job crashed, too
+		if got := s.Delivered(t); len(got) != 2 {
+			t.Fatalf("recoverytest: two runs of one job were lost, and %d came back: an Enqueuer must dedupe by Key, never by job ID", len(got))
+		}
+	})
+	t.Run("concurrent", func(t *testing.T) {
+		s := factory(t)
+		const n = 50
+		var wg sync.WaitGroup
+		errs := make([]error, n)
+		for i := range n {
+			wg.Go(func() {
+				errs[i] = s.Enqueuer.Enqueue(context.Background(), orphan(fmt.Sprint("job-", i), fmt.Sprint("w-1/", i), fmt.Append(nil, i)))
+			})
+		}
+		wg.Wait()
+		for _, err := range errs {
+			if err != nil {
+				t.Fatalf("recoverytest: Enqueue: %v", err)
+			}
+		}
+		if got := s.Delivered(t); len(got) != n {
+			t.Fatalf("recoverytest: %d concurrent calls were accepted, %d jobs arrived", n, len(got))
+		}
+	})
+	t.Run("ended context", func(t *testing.T) {
+		s := factory(t)
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		returned := make(chan error, 1)
+		go func() { returned <- s.Enqueuer.Enqueue(ctx, orphan("job", "w-1/1", []byte("late"))) }()
+		select {
+		case err := <-returned:
+			// nil promises that the job has arrived; an error promises nothing.
+			if got := s.Delivered(t); err == nil && len(got) != 1 {
+				t.Fatalf("recoverytest: Enqueue returned nil, and %d jobs arrived", len(got))
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("recoverytest: Enqueue goes on although its context has ended")
+		}
+	})
+	t.Run("batch", func(t *testing.T) {
+		s := factory(t)
+		batch, ok := s.Enqueuer.(recovery.BatchEnqueuer)
+		if !ok {
+			t.Skip("not a BatchEnqueuer")
+		}
+		os := []recovery.Orphan{orphan("a", "w-1/1", []byte("a")), orphan("b", "w-1/2", []byte("b")), orphan("c", "w-1/3", []byte("c"))}
+		for range 2 { // the second time must change nothing
+			errs := batch.EnqueueAll(context.Background(), os)
+			if errs != nil && len(errs) != len(os) {
+				t.Fatalf("recoverytest: EnqueueAll answered %d errors for %d orphans: nil, or one for each", len(errs), len(os))
+			}
+			for i, err := range errs {
+				if err != nil {
+					t.Fatalf("recoverytest: EnqueueAll, orphan %d: %v", i, err)
+				}
+			}
+		}
+		if got := s.Delivered(t); len(got) != len(os) {
+			t.Fatalf("recoverytest: %d orphans were enqueued in one call, twice, and delivered as %s", len(os), shortList(got))
+		}
+	})
+}
+
+func enqueue(t testing.TB, s Subject, o recovery.Orphan) {
+	t.Helper()
+	if err := s.Enqueuer.Enqueue(context.Background(), o); err != nil {
+		t.Fatalf("recoverytest: Enqueue: %v", err)
+	}
+}
+
+func orphan(id, key string, payload []byte) recovery.Orphan {
+	return recovery.Orphan{Job: recovery.Job{ID: id, Queue: "queue", Payload: payload}, Key: key, Recovery: 1, Worker: "w-1", TrackedAt: time.Now()}
+}
+
+func shortList(payloads [][]byte) string {
+	var parts []string
+	for _, p := range payloads {
+		parts = append(parts, fmt.Sprintf("%.40q", p))
+	}
+	return "[" + strings.Join(parts, " ") + "]"
+}
