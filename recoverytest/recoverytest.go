@@ -161,7 +161,7 @@ func (w *Worker) Partition() { w.link.set(linkParted) }
 func (w *Worker) Heal() { w.link.set(linkUp) }
 
 // LoseReply lets Redis execute the next n things that the worker sends, each on whatever connection it comes, and breaks the connection instead of
-// answering. The client repeats what it sent, as it does in life.
+// answering. The client repeats what it sent, or tells its caller, as it does in life.
 func (w *Worker) LoseReply(n int) { w.link.lose(n) }
 
 // Advance lets time pass: fake time inside of synctest, real time outside.

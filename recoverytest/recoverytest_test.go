@@ -109,12 +109,16 @@ func TestLoseReply(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		env := recoverytest.New(t)
 		w := env.Start("unlucky")
+		require.NoError(t, track(t, w, "first")[0].Done()) // connections, scripts
 		w.LoseReply(1)
-		l := track(t, w, "one")[0] // the client repeats it
-		env.RequireTracked("one")
+		_, err := w.Track(bg, recovery.Job{ID: "one"})
+		require.Error(t, err, "go-redis does not repeat a transaction")
+		env.Advance(time.Minute)
+		env.RequireTracked() // executed, but its caller was told that it failed: nothing is left
 		env.RequireConsistent()
+		l := track(t, w, "two")[0]
 		w.LoseReply(1)
-		require.NoError(t, l.Done())
+		require.NoError(t, l.Done(), "but it repeats a single command")
 		env.RequireTracked()
 		env.RequireConsistent()
 	})
