@@ -184,7 +184,7 @@ func (p *pass) resumeOwn() {
 		return
 	}
 	p.r.group.spawn(func() {
-		defer p.end(ownWork)
+		defer p.ended(ownWork)
 		// Cleared before the look: a lease that is given up during it sets the flag again.
 		p.r.owes.Store(false)
 		_, err := p.r.settleGiveUps(p.ctx)

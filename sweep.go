@@ -86,14 +86,19 @@ func (s *sweeper) step(ctx context.Context) time.Duration {
 	return max(next.Sub(now), s.r.cfg.SweepInterval/20, time.Millisecond) + 2*time.Millisecond
 }
 
-// sweepOnce takes the lock and looks: at everybody if a pass is due, else at those that are watched. now makes it a pass.
+// sweepOnce makes a pass, if one is due and nobody else is at it; else it looks at those that are watched. now makes it a pass.
 func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) {
 	began := time.Now()
 	p := &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time), places: make(chan struct{}, recoverers)}
 	p.resumeOwn()
-	// Somebody whose time has come is looked at even if another worker holds the lock and only rests.
-	barge := now || s.anyDue(began)
-	held, err := bounded(ctx, s.r.group, s.r.tm.call, func(ctx context.Context) (hold, error) { return s.lock.acquire(ctx, barge) })
+	if !now && began.Before(s.nextPass) {
+		// A look needs no lock. It must not even touch it: others who find it renewed would put off their passes, and with two who watch there would be
+		// none any more.
+		p.due(s.watch, began)
+		p.wait(false)
+		return p.end(began)
+	}
+	held, err := bounded(ctx, s.r.group, s.r.tm.call, func(ctx context.Context) (hold, error) { return s.lock.acquire(ctx, now) })
 	if err != nil || !held.ours {
 		wait := s.r.cfg.SweepInterval
 		if err == nil {
@@ -108,13 +113,9 @@ func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) 
 		return p.result()
 	}
 	stop := s.renewLock(ctx)
-	if now || !began.Before(s.nextPass) {
-		s.nextPass = began.Add(s.r.cfg.SweepInterval)
-		p.everybody()
-		s.r.counts.sweeps.Add(1)
-	} else {
-		p.due(s.watch, began)
-	}
+	s.nextPass = began.Add(s.r.cfg.SweepInterval)
+	p.everybody()
+	s.r.counts.sweeps.Add(1)
 	p.wait(now)
 	stop()
 	limited, cancel := s.r.limit(ctx)
@@ -126,12 +127,17 @@ func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) 
 	if err := unlock(limited); err != nil {
 		p.fail(err)
 	}
+	return p.end(began)
+}
+
+// end keeps what is to be watched, and tells.
+func (p *pass) end(began time.Time) (SweepReport, error) {
 	p.mu.Lock()
-	s.watch = maps.Clone(p.watch)
+	p.sweeper.watch = maps.Clone(p.watch)
 	p.report.Took = time.Since(began)
 	p.mu.Unlock()
 	report, err := p.result()
-	s.tell(report)
+	p.tell(report)
 	return report, err
 }
 
@@ -140,16 +146,6 @@ func (p *pass) result() (SweepReport, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.report, errors.Join(p.errs...)
-}
-
-// anyDue reports whether the time of a watched worker has come.
-func (s *sweeper) anyDue(now time.Time) bool {
-	for _, t := range s.watch {
-		if !t.After(now) {
-			return true
-		}
-	}
-	return false
 }
 
 // wait blocks until the pass' recoveries have ended. The loop does not wait for longer than an interval: an Enqueuer that is slow, or
@@ -252,7 +248,7 @@ func (p *pass) recover(id string) {
 	p.work.Add(1)
 	p.r.group.spawn(func() {
 		defer p.work.Done()
-		defer p.end(id)
+		defer p.ended(id)
 		p.places <- struct{}{}
 		defer func() { <-p.places }()
 		p.recoverWorker(id)
@@ -269,7 +265,7 @@ func (s *sweeper) begin(id string) bool {
 	return true
 }
 
-func (s *sweeper) end(id string) {
+func (s *sweeper) ended(id string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.busy, id)
