@@ -196,5 +196,5 @@ func (i *Inspector) unclaim(ctx context.Context, d *DeadLetter) error {
 	if err != nil {
 		return err
 	}
-	return forgetScript.Run(ctx, i.rdb, []string{k.jobs, k.claims, k.handed}, ms(defaultInflightTTL), 1, member).Err()
+	return forgetScript.Run(ctx, i.rdb, []string{k.jobs, k.claims, k.handed}, ms(defaultInflightTTL), member).Err()
 }

@@ -273,7 +273,7 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 	// The Enqueuer has answered: that is written down even if the sweep is being stopped.
 	ctx, cancel := r.limit(context.WithoutCancel(ctx))
 	defer cancel()
-	var forget, marked []any // without and with a checkpoint
+	var forget []any
 	var later []any
 	var errs []error
 	for _, o := range orphans {
@@ -282,17 +282,13 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 		}
 		switch o.fate {
 		case fateForget, fateBury:
-			if o.lease.checkpoint != nil {
-				marked = append(marked, o.lease.member)
-			} else {
-				forget = append(forget, o.lease.member) // a number without a checkpoint is swept up with the next claim
-			}
+			forget = append(forget, o.lease.member)
 		case fateLater:
 			later = append(later, o.lease.member, ms(o.delay), o.lease.format())
 		}
 	}
-	if len(forget)+len(marked) > 0 {
-		args := append(append([]any{ms(r.tm.tombstone), len(marked)}, marked...), forget...)
+	if len(forget) > 0 {
+		args := append([]any{ms(r.tm.tombstone)}, forget...)
 		err := forgetScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims, c.keys.handed}, args...).Err()
 		r.accepted.note(orphans, err != nil)
 		if err == nil {

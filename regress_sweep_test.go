@@ -1,9 +1,11 @@
 package recovery
 
 import (
+	"context"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -28,5 +30,26 @@ func TestRegress_looksStarvePasses(t *testing.T) {
 		dead.crash()
 		time.Sleep(cfg.OrphanThreshold + 2*cfg.SweepInterval)
 		require.Len(w.t, append(a.enq.ids(), b.enq.ids()...), 1, "handed back within OrphanThreshold + SweepInterval")
+	})
+}
+
+// A copy of take arrives after the Enqueuer refused and untake gave the lease back: it moves the running lease into the worker's own claims. The
+// holder is told ErrLost by the audit, or by Done, but nobody hands the job back for as long as the worker lives.
+func TestRegress_lateTakeAfterUntake(t *testing.T) {
+	inBubble(t, func(w *world) {
+		a, b := w.join("a", Config{}), w.join("b", Config{})
+		l := w.track(a, "job")[0]
+		a.enq.set(func(context.Context, Orphan) error { return assert.AnError })
+		require.ErrorIs(w.t, l.Release(), assert.AnError)
+		require.NoError(w.t, l.Confirm(bg), "refused: it is the holder's again")
+		a.enq.set(nil)
+		k := w.keys(a.WorkerID())
+		require.NoError(w.t, takeScript.Run(bg, w.raw, []string{k.inflight, k.jobs, k.claims}, ms(a.tm.claimTTL), Released.String(), l.member).Err())
+		time.Sleep(time.Hour)
+		if err := l.Done(); err != nil {
+			require.ErrorIs(w.t, err, ErrLost)
+			time.Sleep(time.Hour)
+			assert.Equal(w.t, []string{"job"}, append(a.enq.ids(), b.enq.ids()...), "who was told ErrLost must find it handed back")
+		}
 	})
 }

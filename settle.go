@@ -82,24 +82,36 @@ func (c *committer) outcomes(ctx context.Context, b *batch, positions []int) []m
 			done = append(done, o)
 		}
 	}
+	var asked []spot
+	for _, p := range positions {
+		if p < len(done) && done[p].kind == opDone {
+			at, _ := done[p].leases[0].place()
+			asked = append(asked, at)
+		}
+	}
+	session, places, err := c.r.where(ctx, c.inc, asked...) // all in one question
 	all := make([]missed, 0, len(positions))
 	for _, p := range positions {
 		m := missed{pos: p}
 		if p < len(done) && done[p].kind == opDone {
-			m.err = c.proof(ctx, done[p].leases[0])
+			if err != nil {
+				m.err = &unprovenError{err}
+			} else {
+				m.err = c.proof(session, places[0])
+				places = places[1:]
+			}
 		}
 		all = append(all, m)
 	}
 	return all
 }
 
-func (c *committer) proof(ctx context.Context, l *Lease) error {
-	at, _ := l.place()
-	session, places, err := c.r.where(ctx, c.inc, at)
+// proof says what it means that a lease was not there when its Done came.
+func (c *committer) proof(session, place int64) error {
 	switch {
-	case err != nil:
-		return &unprovenError{err}
-	case places[0] == placeClaimed, places[0] == placeHanded:
+	case place == placeClaimed, place == placeHanded:
+		return ErrLost
+	case place == placeNoIndex: // its claim was damaged: a sweep that finds the record hands it back
 		return ErrLost
 	case session == sessionAbsent:
 		return c.r.absentDone()

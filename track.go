@@ -174,6 +174,7 @@ func (r *Recoverer) ended(n int) {
 
 func (r *Recoverer) noteLost(l *Lease) {
 	r.counts.lost.Add(1)
+	r.owes.Store(true) // perhaps it is in this worker's own claims, by a late copy of its own write: then nobody else looks after it
 	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
 	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.job.ID, Queue: l.job.Queue})
 }

@@ -155,6 +155,7 @@ func (p *pool) end() {
 // handle runs one job after the other.
 func (p *pool) handle() {
 	for l := range p.fetched {
+		p.wake() // there is room in fetched
 		p.one(l)
 	}
 }
@@ -167,6 +168,11 @@ func (p *pool) ended(took time.Duration) {
 	}
 	p.took.Store(max(1, average+(int64(took)-average)/8)) // a lost update is no harm
 	p.held.Add(-1)
+	p.wake()
+}
+
+// wake tells feed that there may be room.
+func (p *pool) wake() {
 	if p.room() == 0 {
 		return
 	}

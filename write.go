@@ -81,7 +81,7 @@ func spellOut(cmd *redis.Cmd, stem string) {
 
 // send makes one attempt.
 func (r *Recoverer) send(ctx context.Context, inc *incarnation, hset, track, done *redis.Cmd) error {
-	if r.cfg.WaitReplicas > 0 && track != nil {
+	if r.cfg.WaitReplicas > 0 && hset != nil { // what only removes, or only counts, does not wait
 		return r.sendReplicated(ctx, inc.keys.jobs, hset, track, done)
 	}
 	if hset == nil && (track == nil || done == nil) {
@@ -212,8 +212,12 @@ func (r *Recoverer) onNode(ctx context.Context, key string, fill func(p redis.Pi
 		err = firstError(err, cmd)
 		switch {
 		case err == nil:
-			if n, err := wait.Int(); err != nil || n < r.cfg.WaitReplicas {
-				return nil, fmt.Errorf("%w: %d of %d: %w", errTooFewReplicas, n, r.cfg.WaitReplicas, errors.Join(err))
+			n, err := wait.Int()
+			if err != nil {
+				return nil, fmt.Errorf("%w: %w", errTooFewReplicas, err)
+			}
+			if n < r.cfg.WaitReplicas {
+				return nil, fmt.Errorf("%w: %d of %d", errTooFewReplicas, n, r.cfg.WaitReplicas)
 			}
 			return cmd, nil
 		case isNoScript(err) && !text:

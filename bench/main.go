@@ -46,8 +46,8 @@ func run(quick bool, out, only, profile string) error {
 	s := &session{
 		env:     env{srv: srv, addr: srv.addr, payload: make([]byte, 256)},
 		quick:   quick,
-		repeats: 9,
-		span:    400 * time.Millisecond,
+		repeats: 5,
+		span:    300 * time.Millisecond,
 		began:   time.Now(),
 	}
 	if quick {

@@ -68,6 +68,7 @@ elseif state ~= "fenced" then
     since = type(since) == "string" and tonumber(since)
     if not since or since > now then
       redis.call("SET", suspect, ms(now), "PX", suspect_ttl)
+      redis.call("DEL", beat) -- one without TTL would hide the suspicion from a light beat
       return {1, confirm, now, 1, put_aside}
     end
     if now - since < confirm then
@@ -82,7 +83,8 @@ end
 
 local answer = {2, -1, now, fenced, put_aside}
 local taken, bytes = 0, 0
-local until_ms = ms(now + claim_ttl)
+-- Later than that of any call before: the end of their claims is how a copy finds its leases.
+local until_ms = ms(math.max(now + claim_ttl, tonumber(string.match(s[2] or "", " (%d+)$") or 0) + 1))
 
 -- take answers some leases and renews their claims. starts, us, are for those that come from the index, and have no claim's field yet. Few
 -- tables and few strings: it is the longest script.
@@ -122,10 +124,11 @@ local function take(ids, starts)
   return largest
 end
 
--- A page is as large as the bytes allow, if the next records are like the last ones.
+-- A page is as large as the bytes allow, if the next records are like the last ones, and never much larger than the one before: they may be
+-- unlike.
 local page = 4
 local function next_page(largest)
-  page = math.max(1, math.min(250, math.floor((most_bytes - bytes) / largest)))
+  page = math.max(1, math.min(page * 2, 32, math.floor((most_bytes - bytes) / largest)))
 end
 
 local function full() return taken >= most or bytes >= most_bytes end

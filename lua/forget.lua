@@ -3,27 +3,22 @@
 -- KEYS[2] claims ZSET
 -- KEYS[3] handed SET
 -- ARGV[1] retention of the proof, ms
--- ARGV[2] how many of the leases, from the first, may have a checkpoint
--- ARGV[3...] leases
+-- ARGV[2...] leases
 -- Returns the number of leases that were still claimed.
 -- Atomic: out of the claims and into handed in one step, so that their old holder always finds proof.
 -- Twice: removes and adds the same again.
 local jobs, claims, handed = KEYS[1], KEYS[2], KEYS[3]
-local tombstone, checkpoints = ARGV[1], tonumber(ARGV[2])
+local tombstone = ARGV[1]
 local chunk = 300
 
 local found = 0
-for from = 3, #ARGV, chunk do
+for from = 2, #ARGV, chunk do
   local to = math.min(from + chunk - 1, #ARGV)
   local fields, n = {}, 0
   for i = from, to do
     local id = ARGV[i]
-    fields[n + 1], fields[n + 2] = id, id .. ".claim"
-    n = n + 2
-    if i - 2 <= checkpoints then
-      fields[n + 1], fields[n + 2] = id .. ".cp", id .. ".cpn"
-      n = n + 2
-    end
+    fields[n + 1], fields[n + 2], fields[n + 3], fields[n + 4] = id, id .. ".claim", id .. ".cp", id .. ".cpn"
+    n = n + 4
   end
   found = found + redis.call("ZREM", claims, unpack(ARGV, from, to))
   redis.call("HDEL", jobs, unpack(fields))
