@@ -6,7 +6,7 @@ STATICCHECK = go tool -modfile=internal/tools/go.mod staticcheck
 TRACING = examples/tracing
 BENCH = bench
 
-.PHONY: help test lint quickstart bench bench-quick
+.PHONY: help test lint quickstart bench bench-quick model
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,3 +35,7 @@ bench: ## measure everything, and write docs/benchmarks.md and docs/benchmarks.s
 bench-quick: ## the same with fewer repeats, in under two minutes; writes nothing
 	./internal/tools/need.sh redis-server
 	cd $(BENCH) && go run . -quick
+
+model: ## check the Promela model of the protocol with spin, and that it fails without each protection; some minutes
+	./internal/tools/need.sh spin gcc
+	./docs/model/check.sh

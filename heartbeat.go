@@ -318,6 +318,7 @@ func (h *heartbeater) fenced(ctx context.Context, inc *incarnation) error {
 // key, and then a peer that meets the rest would take it for dead: so it is made dead first, and then counted what is left.
 func (h *heartbeater) absent(ctx context.Context, inc *incarnation) error {
 	if h.forgotten() {
+		inc.away.Store(true)
 		h.abandon(inc, "out of touch for longer than InflightTTL")
 		return h.rejoin(ctx, inc, nil)
 	}
@@ -336,10 +337,14 @@ func (h *heartbeater) part(ctx context.Context, inc *incarnation, leases []*Leas
 	if err != nil {
 		return fmt.Errorf("worker %q is fenced: %w", inc.id, err)
 	}
+	// Looked at after the question: what Redis does not know any more may have been handed back long ago.
+	if h.forgotten() {
+		inc.away.Store(true)
+	}
 	var keep []*Lease
 	lost := 0
 	for i, l := range leases {
-		if places[i] == placeUnknown || places[i] == placeNoRecord {
+		if (places[i] == placeUnknown || places[i] == placeNoRecord) && !inc.away.Load() {
 			keep = append(keep, l)
 			continue
 		}

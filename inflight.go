@@ -21,6 +21,7 @@ type incarnation struct {
 
 	fetches   fetches
 	abandoned atomic.Bool // given up by this worker itself: it must not beat again
+	away      atomic.Bool // out of touch for so long that Redis may have forgotten what became of its leases
 
 	mu     sync.Mutex // guards what follows; no call to Redis is made under it
 	leases map[string]*Lease

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -51,5 +52,66 @@ func TestRegress_lateTakeAfterUntake(t *testing.T) {
 			time.Sleep(time.Hour)
 			assert.Equal(w.t, []string{"job"}, append(a.enq.ids(), b.enq.ids()...), "who was told ErrLost must find it handed back")
 		}
+	})
+}
+
+// afterCommit calls a func when a batch was executed, before its caller has the answer.
+type afterCommit struct{ f func() }
+
+func (a afterCommit) DialHook(next redis.DialHook) redis.DialHook          { return next }
+func (a afterCommit) ProcessHook(next redis.ProcessHook) redis.ProcessHook { return next }
+func (a afterCommit) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		err := next(ctx, cmds)
+		for _, c := range cmds {
+			if nameOf(c) == "commit" {
+				a.f()
+			}
+		}
+		return err
+	}
+}
+
+// Only the session is lost, and the heartbeat notices it, between a Track and its answer: the record is there and will be handed back, so it must not
+// be recorded a second time. Found by the model.
+func TestRegress_sessionLostBeforeTheAnswer(t *testing.T) {
+	inBubble(t, func(w *world) {
+		w.loadScripts()
+		a, b := w.join("a", Config{}), w.join("b", Config{})
+		inc, once := a.current.Load(), false
+		a.rdb.AddHook(afterCommit{func() {
+			if !once {
+				once = true
+				w.raw.Del(bg, inc.keys.session)
+				inc.close(&notLiveError{absent: true})
+			}
+		}})
+		_, err := a.Track(bg, Job{ID: "job"})
+		require.ErrorIs(t, err, ErrLost)
+		time.Sleep(time.Minute)
+		assert.Equal(t, []string{"job"}, append(a.enq.ids(), b.enq.ids()...), "once")
+	})
+}
+
+// Away for longer than everything is remembered: what Redis does not know may have been handed back long ago. It must not be kept, nor be done. Found by the model.
+func TestRegress_awayForTooLong(t *testing.T) {
+	inBubble(t, func(w *world) {
+		cfg := Config{InflightTTL: time.Minute}
+		a, b := w.join("a", cfg), w.join("b", cfg)
+		ls := w.track(a, "kept", "done")
+		old := a.WorkerID()
+		a.faults.add(&fault{mode: failBefore, times: -1})
+		done := make(chan error, 1)
+		go func() { done <- ls[1].Done() }() // can't reach Redis; it is repeated later
+		time.Sleep(10 * time.Minute)
+		require.Len(t, b.enq.ids(), 2)
+		<-done
+		// A sweep has met the id again, say by the registry, and has fenced it anew: that is all that Redis knows.
+		require.Empty(t, w.raw.HGetAll(bg, w.keys(old).session).Val())
+		require.NoError(t, w.raw.HSet(bg, w.keys(old).session, "state", "fenced").Err())
+		a.faults.clear()
+		time.Sleep(time.Minute)
+		assert.ErrorIs(t, context.Cause(ls[0].Context()), ErrLost, "not kept")
+		assert.ErrorIs(t, ls[1].Done(), ErrLost, "not done")
 	})
 }

@@ -16,7 +16,7 @@ func (c *committer) settle(ctx context.Context, l *lane, b *batch, answer writte
 	for _, o := range b.ops {
 		switch o.kind {
 		case opTrack:
-			c.settleTrack(l, o, refused, answer.start)
+			c.settleTrack(ctx, l, o, refused, answer.start)
 			continue
 		case opRetrack:
 			o.release()
@@ -51,15 +51,23 @@ func (c *committer) refusal(ctx context.Context, b *batch, start int64) error {
 		if o.kind != opTrack && o.kind != opRetrack {
 			continue
 		}
-		_, places, err := c.r.where(ctx, c.inc, spots(o.leases)...)
-		if err != nil {
-			return &unprovenError{err}
-		}
-		if slices.ContainsFunc(places, func(p int64) bool { return p == placeTracked || p == placeClaimed || p == placeHanded }) {
-			return ErrLost
+		if err := c.traces(ctx, o, nil); err != nil {
+			return err
 		}
 	}
 	return &notLiveError{absent: start == sessionAbsent}
+}
+
+// traces looks whether Redis knows anything of the leases of a Track under a session that has ended: then they are the peers'. Else it answers none.
+func (c *committer) traces(ctx context.Context, o *op, none error) error {
+	_, places, err := c.r.where(ctx, c.inc, spots(o.leases)...)
+	if err != nil {
+		return &unprovenError{err}
+	}
+	if slices.ContainsFunc(places, func(p int64) bool { return p == placeTracked || p == placeClaimed || p == placeHanded }) {
+		return ErrLost
+	}
+	return none
 }
 
 // trackedBefore is track.lua's answer that a copy of the batch was executed, and that the session has ended since.
@@ -89,7 +97,7 @@ func (c *committer) outcomes(ctx context.Context, b *batch, positions []int) []m
 			asked = append(asked, at)
 		}
 	}
-	session, places, err := c.r.where(ctx, c.inc, asked...) // all in one question
+	_, places, err := c.r.where(ctx, c.inc, asked...) // all in one question
 	all := make([]missed, 0, len(positions))
 	for _, p := range positions {
 		m := missed{pos: p}
@@ -97,7 +105,7 @@ func (c *committer) outcomes(ctx context.Context, b *batch, positions []int) []m
 			if err != nil {
 				m.err = &unprovenError{err}
 			} else {
-				m.err = c.proof(session, places[0])
+				m.err = c.proof(places[0])
 				places = places[1:]
 			}
 		}
@@ -107,16 +115,16 @@ func (c *committer) outcomes(ctx context.Context, b *batch, positions []int) []m
 }
 
 // proof says what it means that a lease was not there when its Done came.
-func (c *committer) proof(session, place int64) error {
+func (c *committer) proof(place int64) error {
 	switch {
 	case place == placeClaimed, place == placeHanded:
 		return ErrLost
 	case place == placeNoIndex: // its claim was damaged: a sweep that finds the record hands it back
 		return ErrLost
-	case session == sessionAbsent:
-		return c.r.absentDone()
+	case c.inc.away.Load() || c.r.heart.forgotten(): // so long that even the proof has expired: assume the worst
+		return ErrLost
 	}
-	return nil
+	return nil // an earlier copy removed it; or Redis lost its data, and nobody has it
 }
 
 // unprovenError means that Redis did not say what became of a lease.
@@ -124,10 +132,14 @@ type unprovenError struct{ error }
 
 func (e *unprovenError) Unwrap() error { return e.error }
 
-func (c *committer) settleTrack(l *lane, o *op, err error, start int64) {
+func (c *committer) settleTrack(ctx context.Context, l *lane, o *op, err error, start int64) {
 	wanted := o.decide()
 	if wanted && err == nil {
-		err = c.inc.confirm(o.leases, start)
+		if err = c.inc.confirm(o.leases, start); isNotLive(err) {
+			// Recorded, and the incarnation has ended since because its session was lost. If only that key was lost, the record is there, and a peer will
+			// hand it back.
+			err = c.traces(ctx, o, err)
+		}
 	}
 	var unproven *unprovenError
 	if errors.As(err, &unproven) {

@@ -179,15 +179,6 @@ func (r *Recoverer) noteLost(l *Lease) {
 	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.job.ID, Queue: l.job.Queue})
 }
 
-// absentDone answers Done when Redis knows nothing of the incarnation. Redis lost its data, and with it the jobs: nobody has
-// them. Only if this worker was away for so long that even its fence has expired must it assume the worst.
-func (r *Recoverer) absentDone() error {
-	if r.heart.forgotten() {
-		return ErrLost
-	}
-	return nil
-}
-
 // Do tracks job, runs fn with the lease's context, and ends the lease. It returns fn's error; joined with ErrLost if the job was
 // lost meanwhile, or with Done's error. If fn panics the job is handed back, with Reason Panicked, and the panic goes on.
 func (r *Recoverer) Do(ctx context.Context, job Job, fn func(context.Context) error) error {
