@@ -2,6 +2,7 @@ package recovery
 
 import (
 	"context"
+	"errors"
 	"runtime"
 	"slices"
 	"strconv"
@@ -350,8 +351,8 @@ func (c *committer) send(l *lane, b *batch) {
 		c.settle(ctx, l, b, answer)
 		return
 	}
-	if rest, dones := b.split(); isOOM(err) && b.numbered && len(dones.ops) > 0 {
-		// Done frees memory. It must not fail because a Track was in the same batch.
+	if rest, dones := b.split(); (isOOM(err) || errors.Is(err, errTooFewReplicas)) && b.numbered && len(dones.ops) > 0 {
+		// Done frees memory, and waits for no replica. It must not fail because a Track was in the same batch.
 		c.unknown(l, rest, err)
 		c.send(l, dones)
 		return

@@ -56,6 +56,14 @@ func (r *Recoverer) handBack(ctx context.Context, c *claim) handed {
 	for i := range c.leases {
 		orphans[i] = r.decode(c, &c.leases[i])
 	}
+	if ctx.Err() != nil { // the sweep has ended: given back to the fleet, at once and uncounted
+		for _, o := range orphans {
+			o.fate = fateLater
+		}
+		var h handed
+		h.err = r.conclude(ctx, c, orphans, &h)
+		return h
+	}
 	r.countCrashes(ctx, c.now, orphans)
 	var ready []*orphan
 	for _, o := range orphans {

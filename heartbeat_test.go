@@ -124,8 +124,8 @@ func TestHeartbeat_costIsFlat(t *testing.T) {
 	calls2, commands2 := cost()
 	assert.Equal(t, calls, calls2)
 	assert.Equal(t, commands, commands2)
-	assert.Equal(t, 4, calls, "the key, the session, the index and the registry, each O(1)")
-	assert.EqualValues(t, 4, commands, "and no script")
+	assert.Equal(t, 5, calls, "the key, the session, the index, the records and the registry, each O(1)")
+	assert.EqualValues(t, 5, commands, "and no script")
 }
 
 // commands is how many commands the server has executed, those of scripts too.

@@ -1,0 +1,1074 @@
+package recovery
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// Chaos: real worker processes on a real redis-server, killed at every named step and at random, frozen, cut off, and with a Redis that is
+// killed, frozen, emptied and filled up. The judge is a book that is not in Redis: a file to which every process appends what it was told,
+// before it does anything with it. It can't be wrong about a job: a line is written by one call, and outlives its process.
+//
+// RECOVERY_CHAOS=n is the long form: n times as many rounds.
+
+func chaosRounds(short int) int {
+	n, _ := strconv.Atoi(os.Getenv("RECOVERY_CHAOS"))
+	return short * max(1, n)
+}
+
+func init() {
+	children["chaos-steps"] = chaosSteps
+	children["chaos-soak"] = chaosSoak
+}
+
+// chaosOrders are what a process shall do.
+type chaosOrders struct {
+	Network, Addr, NS, Name, Book string
+	List                          string // the Enqueuer is this list
+	Kill                          string // "before X" or "after X", X a script, a command or a callback
+	Nth                           int    // at its nth time
+	Prey                          string // worker to be swept
+	Calm                          bool   // no Release and no panic: every job is done by its holder
+}
+
+const chaosEnv = "RECOVERY_TEST_CHAOS"
+
+func chaosConfig(ns, name string) Config {
+	return Config{Namespace: ns, WorkerName: name, HeartbeatInterval: 50 * time.Millisecond, OrphanThreshold: 300 * time.Millisecond,
+		SweepInterval: 50 * time.Millisecond, EnqueueTimeout: 300 * time.Millisecond, MaxRecoveries: NoLimit, Logger: slog.New(slog.DiscardHandler)}
+}
+
+// book is the judge's. A line is an op, a lease and a job:
+//
+//	P  a producer put it into a list
+//	T  Track or Fetch has returned it
+//	W  the work is done; Done is about to be called
+//	D  Done returned nil
+//	L  Done, Release or Do returned ErrLost; or Release returned nil
+//	U  Done returned another error: unknown
+//	C  a checkpoint was confirmed
+//	E  the Enqueuer has taken it
+//	K  a process kills itself
+type book struct {
+	mu   sync.Mutex
+	file *os.File
+	safe bool // every line is fsynced
+}
+
+func openBook(path string, safe bool) (*book, error) {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	return &book{file: f, safe: safe}, err
+}
+
+func (b *book) write(op, lease, job string) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, err := fmt.Fprintf(b.file, "%s %s %s\n", op, lease, job)
+	if b.safe {
+		err = errors.Join(err, b.file.Sync())
+	}
+	return err
+}
+
+// note is write for a process that can do nothing about an error but die.
+func (b *book) note(op, lease, job string) {
+	if err := b.write(op, lease, job); err != nil {
+		fatal(err)
+	}
+}
+
+// finish notes the work, calls Done, and notes what it was told.
+func (b *book) finish(l *Lease) {
+	key, job := l.ID(), jobName(l)
+	b.note("W", key, job)
+	err := l.Done()
+	switch {
+	case err == nil:
+		b.note("D", key, job)
+	case errors.Is(err, ErrLost):
+		b.note("L", key, job)
+	default:
+		b.note("U", key, job)
+	}
+}
+
+func (b *book) release(l *Lease) {
+	key, job := l.ID(), jobName(l)
+	if err := l.Release(); err == nil || errors.Is(err, ErrLost) {
+		b.note("L", key, job)
+		return
+	}
+	b.finish(l)
+}
+
+// enqueuer takes jobs into the book.
+func (b *book) enqueuer() EnqueuerFunc {
+	var mu sync.Mutex
+	refused := map[string]bool{}
+	return func(_ context.Context, o Orphan) error {
+		mu.Lock()
+		first := !refused[o.Key]
+		refused[o.Key] = true
+		mu.Unlock()
+		switch {
+		case strings.HasPrefix(o.ID, "poison"):
+			return Permanent(errors.New("never"))
+		case first && (strings.HasPrefix(o.ID, "keep") || strings.HasPrefix(o.ID, "later")):
+			return errors.New("not now")
+		}
+		return b.write("E", o.Key, o.ID)
+	}
+}
+
+// jobName is the job's name where it has one, else what it says.
+func jobName(l *Lease) string {
+	if l.fetch > 0 {
+		return string(l.Job().Payload)
+	}
+	return l.Job().ID
+}
+
+// chaosKiller kills its own process right before or after the nth call of a kind.
+type chaosKiller struct {
+	book          *book
+	before, after string
+	left          atomic.Int64
+}
+
+func newChaosKiller(b *book, where string, nth int) *chaosKiller {
+	k := &chaosKiller{book: b}
+	plain := newKiller(where)
+	k.before, k.after = plain.before, plain.after
+	k.left.Store(int64(max(1, nth)))
+	return k
+}
+
+func (k *chaosKiller) reached() {
+	if k.left.Add(-1) == 0 {
+		_ = k.book.write("K", strings.ReplaceAll(k.before+"|"+k.after, " ", "-"), "step")
+		dieHere()
+	}
+}
+
+// callback is a failpoint around code of the user.
+func (k *chaosKiller) callback(name string, f func() error) error {
+	if k.before == name {
+		k.reached()
+	}
+	defer func() { // also if it panics
+		if k.after == name {
+			k.reached()
+		}
+	}()
+	return f()
+}
+
+func (k *chaosKiller) around(cmds []redis.Cmder, next func() error) error {
+	for _, c := range cmds {
+		if nameOf(c) == k.before {
+			k.reached()
+			break
+		}
+	}
+	err := next()
+	for _, c := range cmds {
+		if nameOf(c) == k.after && !isNoScript(c.Err()) && !isNoScript(err) && (k.after != "claim" || tookLeases(c)) {
+			k.reached()
+			break
+		}
+	}
+	return err
+}
+
+func (k *chaosKiller) DialHook(next redis.DialHook) redis.DialHook { return next }
+
+func (k *chaosKiller) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		return k.around([]redis.Cmder{cmd}, func() error { return next(ctx, cmd) })
+	}
+}
+
+func (k *chaosKiller) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		return k.around(cmds, func() error { return next(ctx, cmds) })
+	}
+}
+
+// chaosChild is what every process begins with. It ends with its stdin.
+func chaosChild(safe bool) (*Recoverer, chaosOrders, *book, *chaosKiller) {
+	go func() {
+		for in := bufio.NewScanner(os.Stdin); in.Scan(); {
+		}
+		os.Exit(0)
+	}()
+	redis.SetLogger(silence{})
+	var o chaosOrders
+	if err := json.Unmarshal([]byte(os.Getenv(chaosEnv)), &o); err != nil {
+		fatal(err)
+	}
+	b, err := openBook(o.Book, safe)
+	if err != nil {
+		fatal(err)
+	}
+	k := newChaosKiller(b, o.Kill, o.Nth)
+	rdb := redis.NewClient(&redis.Options{Network: o.Network, Addr: o.Addr, DialTimeout: 500 * time.Millisecond, ReadTimeout: 500 * time.Millisecond})
+	rdb.AddHook(k)
+	takes := b.enqueuer()
+	var enq Enqueuer = EnqueuerFunc(func(ctx context.Context, or Orphan) error {
+		return k.callback("enqueue", func() error { return takes(ctx, or) })
+	})
+	if o.List != "" {
+		enq = NewListQueue(o.List)
+	}
+	r, err := New(rdb, enq, chaosConfig(o.NS, o.Name))
+	if err != nil {
+		fatal(err)
+	}
+	for range 100 { // Redis may be away just now
+		if err = r.Start(bg); err == nil {
+			break
+		}
+	}
+	if err != nil {
+		fatal(err)
+	}
+	return r, o, b, k
+}
+
+// chaosSteps goes through every step of the protocol once, and is killed at one of them.
+func chaosSteps() {
+	r, o, b, k := chaosChild(true)
+	track := func(id string) *Lease {
+		l, err := r.Track(bg, Job{ID: id + o.Name, Payload: []byte(id + o.Name)})
+		if err != nil {
+			fatal(err)
+		}
+		b.note("T", l.ID(), id+o.Name)
+		return l
+	}
+	a, held := track("a"), track("held")
+	held.Context()
+	if err := a.Checkpoint(bg, []byte("half")); err != nil {
+		fatal(err)
+	}
+	b.note("C", a.ID(), "a"+o.Name)
+	b.finish(a)
+	b.release(track("back"))
+	b.release(track("keep"))
+	_ = guard(func() {
+		_ = r.Do(bg, Job{ID: "panics" + o.Name, Payload: []byte("panics" + o.Name)}, func(context.Context) error {
+			b.note("T", "?", "panics"+o.Name)
+			return k.callback("do", func() error { panic("on purpose") })
+		})
+	})
+	if o.List != "" {
+		q := NewListQueue(o.List)
+		leases, err := r.Fetch(bg, q, 2)
+		if err != nil {
+			fatal(err)
+		}
+		for i, l := range leases {
+			b.note("T", l.ID(), jobName(l))
+			if i == 0 {
+				b.finish(l)
+			}
+		}
+		go func() { // something for Stop to end
+			for {
+				more, err := r.Fetch(bg, q, 100)
+				if err != nil {
+					return
+				}
+				for _, l := range more {
+					b.note("T", l.ID(), jobName(l))
+				}
+			}
+		}()
+	}
+	for range 200 { // until the prey is swept
+		_, _ = r.Sweep(bg)
+		if is, err := r.rdb.SIsMember(bg, r.keys.workers(), o.Prey).Result(); err == nil && !is {
+			break
+		}
+		sleep(bg, 5*time.Millisecond)
+	}
+	for range 200 { // until the Fetch waits
+		if o.List == "" || len(r.waits.lists()) > 0 {
+			break
+		}
+		sleep(bg, 5*time.Millisecond)
+	}
+	sleep(bg, 2*fast().HeartbeatInterval) // some beats
+	ctx, cancel := context.WithTimeout(bg, 20*time.Millisecond)
+	defer cancel()
+	_ = r.Stop(ctx)
+	_ = b.write("K", "end", "end")
+	dieHere()
+}
+
+// chaosSoak does whatever workers do, until it is killed.
+func chaosSoak() {
+	r, o, b, _ := chaosChild(false)
+	fmt.Println("ready")
+	var n atomic.Int64
+	if o.List != "" {
+		go func() {
+			for {
+				_ = r.Work(bg, NewListQueue(o.List), 4, func(_ context.Context, l *Lease) error {
+					b.note("T", l.ID(), jobName(l))
+					chaosWork()
+					if rand.IntN(20) == 0 && !o.Calm {
+						b.release(l)
+					} else {
+						b.finish(l)
+					}
+					return nil
+				})
+			}
+		}()
+	}
+	for range 4 {
+		go func() {
+			for {
+				id := fmt.Sprintf("%s-%d-%d", o.Name, os.Getpid(), n.Add(1))
+				chaosOne(r, b, id, o.Calm)
+			}
+		}()
+	}
+	select {}
+}
+
+func chaosWork() {
+	d := time.Duration(rand.IntN(3000)) * time.Microsecond
+	if rand.IntN(20) == 0 {
+		d = time.Duration(rand.IntN(400)) * time.Millisecond
+	}
+	sleep(bg, d)
+}
+
+func chaosOne(r *Recoverer, b *book, id string, calm bool) {
+	job := Job{ID: id, Payload: []byte(id)}
+	if !calm && rand.IntN(20) == 0 {
+		_ = guard(func() {
+			_ = r.Do(bg, job, func(context.Context) error {
+				b.note("T", "?", id)
+				chaosWork()
+				panic("on purpose")
+			})
+		})
+		return
+	}
+	l, err := r.Track(bg, job)
+	if err != nil {
+		sleep(bg, 5*time.Millisecond)
+		return
+	}
+	b.note("T", l.ID(), id)
+	if rand.IntN(5) == 0 && l.Checkpoint(bg, []byte(id)) == nil {
+		b.note("C", l.ID(), id)
+	}
+	chaosWork()
+	if !calm && rand.IntN(15) == 0 {
+		b.release(l)
+	} else {
+		b.finish(l)
+	}
+}
+
+// chaos is a test's side of it.
+type chaos struct {
+	*world
+	path    string
+	book    *book
+	network string
+	addr    string
+	list    string
+	calm    bool
+	count   int
+}
+
+func newChaos(w *world, network, addr string) *chaos {
+	w.t.Helper()
+	c := &chaos{world: w, network: network, addr: addr, path: filepath.Join(w.t.TempDir(), "book")}
+	var err error
+	c.book, err = openBook(c.path, false)
+	require.NoError(w.t, err)
+	w.t.Cleanup(func() { c.book.file.Close() })
+	return c
+}
+
+// spawn starts a process.
+func (c *chaos) spawn(kind string, o chaosOrders) *process {
+	c.t.Helper()
+	c.count++
+	if o.Addr == "" {
+		o.Network, o.Addr = c.network, c.addr
+	}
+	o.NS, o.Book, o.List, o.Calm = c.ns, c.path, c.list, c.calm
+	o.Name = fmt.Sprint("p", c.count)
+	text, err := json.Marshal(o)
+	require.NoError(c.t, err)
+	p := &process{t: c.t, cmd: exec.Command(os.Args[0]), err: &bytes.Buffer{}}
+	p.cmd.Env = append(os.Environ(), childEnv+"="+kind, chaosEnv+"="+string(text))
+	p.cmd.Stderr = p.err
+	p.in, err = p.cmd.StdinPipe()
+	require.NoError(c.t, err)
+	out, err := p.cmd.StdoutPipe()
+	require.NoError(c.t, err)
+	p.out = bufio.NewScanner(out)
+	require.NoError(c.t, p.cmd.Start())
+	c.t.Cleanup(func() {
+		_ = p.cmd.Process.Kill()
+		_ = p.cmd.Wait()
+		if c.t.Failed() && p.err.Len() > 0 {
+			c.t.Logf("process %s:\n%s", o.Name, p.err)
+		}
+	})
+	return p
+}
+
+func (c *chaos) soak() *process {
+	c.t.Helper()
+	p := c.spawn("chaos-soak", chaosOrders{})
+	p.expect("ready")
+	return p
+}
+
+func kill(p *process) {
+	_ = p.cmd.Process.Kill()
+	_ = p.cmd.Wait()
+}
+
+// survivor joins in this process.
+func (c *chaos) survivor(name string) *member {
+	c.t.Helper()
+	cfg := chaosConfig(c.ns, name)
+	return c.join(name, cfg, func(m *member) {
+		m.enq.set(c.book.enqueuer())
+		if c.list != "" {
+			m.list = NewListQueue(c.list)
+		}
+	})
+}
+
+// chaosFate is what the book says of one lease.
+type chaosFate struct {
+	job                                      string
+	tracked, worked, done, lost, taken, dead bool
+}
+
+// chaosTotals are what a test can show.
+type chaosTotals struct{ tracked, worked, done, lost, taken, dead, checkpoints int }
+
+// judge reads the book. Nobody is alive but survivors that hold nothing.
+func (c *chaos) judge() chaosTotals {
+	c.t.Helper()
+	text, err := os.ReadFile(c.path)
+	require.NoError(c.t, err)
+	letters := c.letters()
+	fates := map[string]*chaosFate{}
+	handed, panicked, produced := map[string]bool{}, map[string]bool{}, map[string]bool{}
+	var sum chaosTotals
+	for _, line := range strings.Split(strings.TrimSpace(string(text)), "\n") {
+		f := strings.Fields(line)
+		require.Len(c.t, f, 3, "line %q", line)
+		op, key, job := f[0], f[1], f[2]
+		switch {
+		case op == "P":
+			produced[job] = true
+			continue
+		case op == "K":
+			continue
+		case key == "?":
+			panicked[job] = true
+			continue
+		}
+		if fates[key] == nil {
+			fates[key] = &chaosFate{job: job}
+		}
+		switch fate := fates[key]; op {
+		case "T":
+			fate.tracked = true
+			sum.tracked++
+		case "W":
+			fate.worked = true
+			sum.worked++
+		case "D":
+			fate.done = true
+			sum.done++
+		case "L":
+			fate.lost = true
+			sum.lost++
+		case "E":
+			fate.taken, handed[job] = true, true
+			sum.taken++
+		case "C":
+			sum.checkpoints++
+		}
+	}
+	for key := range letters {
+		sum.dead++
+		if fates[key] != nil {
+			fates[key].dead = true
+		}
+	}
+	if c.list != "" {
+		c.judgeList(fates, panicked, produced)
+		return sum
+	}
+	for key, f := range fates {
+		assert.False(c.t, f.done && (f.taken || f.dead), "silent double: %s %+v", key, *f)
+		if f.tracked && !f.taken && !f.dead {
+			assert.True(c.t, f.worked && !f.lost, "lost: %s %+v", key, *f)
+		}
+	}
+	for job := range panicked {
+		assert.True(c.t, handed[job], "lost: %s panicked, and was not handed back", job)
+	}
+	return sum
+}
+
+// letters are the leases that are in the dead letters.
+func (c *chaos) letters() map[string]bool {
+	c.t.Helper()
+	all := map[string]bool{}
+	letters, err := NewInspector(c.raw, c.ns).DeadLetters(bg, 0, 10000)
+	require.NoError(c.t, err)
+	for _, l := range letters {
+		assert.True(c.t, strings.HasPrefix(l.Cause, "refused"), "dead letter of %s: %s", l.Key, l.Cause)
+		all[l.Key] = true
+	}
+	return all
+}
+
+// judgeList: a job is done once, or in the list once.
+func (c *chaos) judgeList(fates map[string]*chaosFate, panicked, produced map[string]bool) {
+	c.t.Helper()
+	queued := map[string]int{}
+	for _, key := range []string{c.list, newKeyspace(c.ns, "").arrived(c.list)} {
+		for _, e := range c.queued(key) {
+			queued[e]++
+		}
+	}
+	done, maybe := map[string]int{}, map[string]bool{}
+	for _, f := range fates {
+		produced[f.job] = produced[f.job] || f.tracked
+		if f.done {
+			done[f.job]++
+		} else if f.worked && !f.lost {
+			maybe[f.job] = true
+		}
+	}
+	for job := range panicked {
+		produced[job] = true
+	}
+	for job := range produced {
+		n := done[job] + queued[job]
+		assert.LessOrEqual(c.t, n, 1, "double: %s is done %d times, and %d times in the list", job, done[job], queued[job])
+		if !maybe[job] {
+			assert.Positive(c.t, n, "lost: %s is neither done nor in the list", job)
+		}
+	}
+}
+
+// recovered waits until only the survivors are left.
+func (c *chaos) recovered(survivors ...*member) {
+	c.t.Helper()
+	c.eventually(func() bool {
+		var ids []string
+		for _, m := range survivors {
+			ids = append(ids, m.WorkerID())
+		}
+		is := c.workers()
+		slices.Sort(ids)
+		slices.Sort(is)
+		return slices.Equal(ids, is)
+	}, "the dead are recovered and retired")
+}
+
+// What a worker and a sweeper do, by the names that nameOf gives: scripts, commands and callbacks of the user.
+var stepsOfTracking = []string{"sadd", "join", "beat", "commit", "checkpoint", "take", "untake", "lock", "sscan", "hget", "claim", "zadd", "enqueue", "do",
+	"forget", "postpone", "bury", "srem", "unlock", "leave", "del"}
+var stepsOfLists = []string{"fetch", "deliver", "restore", "take", "zadd", "claim", "srem", "leave", "commit"}
+
+type killPoint struct {
+	where string
+	nth   int
+	list  bool
+}
+
+func killPoints() (all []killPoint) {
+	for round := range chaosRounds(1) {
+		nth := 1
+		if round > 0 {
+			nth = 1 + rand.IntN(6) // some are never reached: then the process dies at its end
+		}
+		for _, when := range []string{"before ", "after "} {
+			for _, s := range stepsOfTracking {
+				all = append(all, killPoint{when + s, nth, false})
+			}
+			for _, s := range stepsOfLists {
+				all = append(all, killPoint{when + s, nth, true})
+			}
+		}
+	}
+	return all
+}
+
+// A process is killed before, and after, every step. A survivor that comes later recovers it, and what it was recovering.
+func TestChaos_everyStep(t *testing.T) {
+	t.Parallel()
+	s := startServer(t, "--appendonly", "yes", "--appendfsync", "always")
+	kills := 0
+	for batch := range slices.Chunk(killPoints(), 15) { // so that their waits overlap
+		scenes := make([]*scene, len(batch))
+		for i, at := range batch {
+			scenes[i] = beginScene(t, s.socket, at)
+		}
+		for _, sc := range scenes {
+			sc.victim.died()
+			kills++
+		}
+		for _, sc := range scenes {
+			sc.last = sc.survivor("survivor")
+		}
+		for _, sc := range scenes {
+			sc.recovered(sc.last)
+			sc.judge()
+			text, err := os.ReadFile(sc.path)
+			require.NoError(t, err)
+			if sc.at.nth == 1 {
+				assert.Contains(t, string(text), "step\n", "%s: it was never reached", sc.at.where)
+			}
+			sc.close()
+			if t.Failed() {
+				t.Fatalf("killed %s, time %d, list %v:\n%s", sc.at.where, sc.at.nth, sc.at.list, text)
+			}
+		}
+	}
+	t.Logf("%d kills", kills)
+}
+
+// scene is one victim, its prey, and the one who comes later.
+type scene struct {
+	*chaos
+	at     killPoint
+	victim *process
+	last   *member
+}
+
+func beginScene(t *testing.T, socket string, at killPoint) *scene {
+	t.Helper()
+	sc := &scene{chaos: newChaos(onSocket(t, socket), "unix", socket), at: at}
+	sc.loadScripts()
+	if at.list {
+		sc.list = "jobs:" + sc.ns
+	}
+	prey := sc.join("prey", slowHeart(), func(m *member) {
+		if at.list {
+			m.list = NewListQueue(sc.list)
+		}
+	})
+	jobs := []string{"one", "later", "poison"}
+	if at.list {
+		jobs = []string{"one", "two"}
+		for i := range 4 {
+			e := fmt.Sprint("element", i)
+			sc.book.note("P", "?", e)
+			sc.push(sc.list, e)
+		}
+		leases, err := prey.Fetch(bg, NewListQueue(sc.list), 1)
+		require.NoError(t, err)
+		sc.book.note("T", leases[0].ID(), jobName(leases[0]))
+	}
+	for _, id := range jobs {
+		l, err := prey.Track(bg, Job{ID: id, Payload: []byte(id)})
+		require.NoError(t, err)
+		sc.book.note("T", l.ID(), id)
+	}
+	prey.crash()
+	require.NoError(t, sc.raw.HSet(bg, sc.keys(prey.WorkerID()).session, "state", "fenced").Err()) // declared dead already, to save time
+	sc.victim = sc.spawn("chaos-steps", chaosOrders{Kill: at.where, Nth: at.nth, Prey: prey.WorkerID()})
+	return sc
+}
+
+// Busy processes are killed, and frozen for longer than the threshold, at random, in the middle of whatever they do.
+func TestChaos_killsAndPauses(t *testing.T) {
+	t.Parallel()
+	for _, list := range []bool{false, true} {
+		t.Run(fmt.Sprint("list=", list), func(t *testing.T) {
+			s := startServer(t, "--appendonly", "yes", "--appendfsync", "always")
+			c := newChaos(onSocket(t, s.socket), "unix", s.socket)
+			if list {
+				c.list = "jobs:" + c.ns
+			}
+			crew := []*process{c.soak(), c.soak(), c.soak()}
+			kills, pauses, fed := 0, 0, 0
+			for round := range chaosRounds(12) {
+				if list && c.raw.LLen(bg, c.list).Val() < 200 {
+					for range 100 {
+						fed++
+						c.book.note("P", "?", fmt.Sprint("element", fed))
+						c.push(c.list, fmt.Sprint("element", fed))
+					}
+				}
+				i := rand.IntN(len(crew))
+				if round%4 == 3 {
+					crew[i].signal(syscall.SIGSTOP)
+					sleep(bg, time.Duration(350+rand.IntN(500))*time.Millisecond) // a pause has to last
+					crew[i].signal(syscall.SIGCONT)
+					pauses++
+				} else {
+					kill(crew[i])
+					crew[i] = c.soak()
+					kills++
+				}
+				sleep(bg, time.Duration(rand.IntN(60))*time.Millisecond)
+			}
+			c.finish(crew)
+			t.Logf("%d kills, %d pauses: %+v", kills+len(crew), pauses, c.judge())
+		})
+	}
+}
+
+// finish kills everybody, and lets a survivor recover.
+func (c *chaos) finish(crew []*process) {
+	c.t.Helper()
+	for _, p := range crew {
+		kill(p)
+	}
+	c.recovered(c.survivor("survivor"))
+}
+
+// Redis is killed and restarted, frozen, and loses its scripts, while workers run and die.
+func TestChaos_redis(t *testing.T) {
+	t.Parallel()
+	s := startServer(t, "--appendonly", "yes", "--appendfsync", "always")
+	c := newChaos(onSocket(t, s.socket), "unix", s.socket)
+	crew := []*process{c.soak(), c.soak(), c.soak()}
+	restarts, freezes, kills := 0, 0, 0
+	for round := range chaosRounds(4) {
+		if round%2 == 0 {
+			s.kill()
+			sleep(bg, time.Duration(rand.IntN(700))*time.Millisecond)
+			require.NoError(t, s.start())
+			restarts++
+		} else {
+			require.NoError(t, s.cmd.Process.Signal(syscall.SIGSTOP))
+			sleep(bg, time.Duration(350+rand.IntN(500))*time.Millisecond)
+			require.NoError(t, s.cmd.Process.Signal(syscall.SIGCONT))
+			freezes++
+		}
+		require.NoError(t, c.raw.ScriptFlush(bg).Err())
+		i := rand.IntN(len(crew))
+		kill(crew[i])
+		kills++
+		crew[i] = c.soak()
+		sleep(bg, time.Duration(100+rand.IntN(300))*time.Millisecond)
+	}
+	c.finish(crew)
+	sum := c.judge()
+	t.Logf("%d restarts, %d freezes, %d kills: %+v", restarts, freezes, kills+len(crew), sum)
+	require.Positive(t, sum.done)
+}
+
+// Redis is full, under load, and a worker dies meanwhile.
+func TestChaos_outOfMemory(t *testing.T) {
+	t.Parallel()
+	s := startServer(t, "--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction")
+	c := newChaos(onSocket(t, s.socket), "unix", s.socket)
+	crew := []*process{c.soak(), c.soak()}
+	for range chaosRounds(2) {
+		require.NoError(t, c.raw.ConfigSet(bg, "maxmemory", "1").Err())
+		sleep(bg, time.Duration(rand.IntN(500))*time.Millisecond)
+		kill(crew[0])
+		sleep(bg, time.Duration(rand.IntN(700))*time.Millisecond)
+		require.NoError(t, c.raw.ConfigSet(bg, "maxmemory", "0").Err())
+		crew[0] = c.soak()
+		sleep(bg, time.Duration(rand.IntN(300))*time.Millisecond)
+	}
+	c.finish(crew)
+	t.Logf("%+v", c.judge())
+}
+
+// Redis is emptied while workers run. Nobody dies, so nothing may be lost, and nothing is handed back behind anybody's back.
+func TestChaos_flushAll(t *testing.T) {
+	t.Parallel()
+	s := startServer(t)
+	c := newChaos(onSocket(t, s.socket), "unix", s.socket)
+	c.calm = true
+	crew := []*process{c.soak(), c.soak()}
+	for range chaosRounds(3) {
+		sleep(bg, time.Duration(200+rand.IntN(400))*time.Millisecond)
+		require.NoError(t, c.raw.FlushAll(bg).Err())
+	}
+	c.eventually(func() bool { return len(c.workers()) == len(crew) }, "everybody is registered again")
+	sleep(bg, 500*time.Millisecond)
+	c.finish(crew)
+	t.Logf("%+v", c.judge())
+}
+
+// Between the workers and Redis is a network: answers are lost, calls are late, one is cut off, all are.
+func TestChaos_network(t *testing.T) {
+	t.Parallel()
+	addr, _ := startTCP(t, "--appendonly", "yes", "--appendfsync", "always")
+	w := &world{t: t, ns: "t" + newWorkerID("")[1:], logs: &lockedBuffer{}}
+	w.dial = func(ctx context.Context) (net.Conn, error) { return (&net.Dialer{}).DialContext(ctx, "tcp", addr) }
+	w.raw = w.client(nil)
+	t.Cleanup(w.close)
+	c := newChaos(w, "tcp", addr)
+	var crew []*process
+	var nets []*proxy
+	for range 3 {
+		p := startProxy(t, addr)
+		nets = append(nets, p)
+		child := c.spawn("chaos-soak", chaosOrders{Network: "tcp", Addr: p.addr})
+		child.expect("ready")
+		crew = append(crew, child)
+	}
+	modes := map[proxyMode]int{}
+	for round := range chaosRounds(12) {
+		mode := proxyMode(1 + round%4)
+		modes[mode]++
+		some := nets[rand.IntN(len(nets)):][:1]
+		if round%3 == 2 {
+			some = nets
+		}
+		last := time.Duration(50+rand.IntN(300)) * time.Millisecond
+		if mode == proxyHolds || mode == proxyCuts {
+			last += 300 * time.Millisecond // beyond the threshold
+		}
+		for _, p := range some {
+			p.set(mode, time.Duration(rand.IntN(100))*time.Millisecond)
+		}
+		sleep(bg, last)
+		for _, p := range some {
+			p.set(proxyPasses, 0)
+		}
+		sleep(bg, time.Duration(rand.IntN(200))*time.Millisecond)
+	}
+	dropped := 0
+	for _, p := range nets {
+		dropped += p.dropped()
+	}
+	c.finish(crew)
+	sum := c.judge()
+	t.Logf("dropped %d answers; rounds of dropping %d, delaying %d, holding %d, cutting %d: %+v", dropped, modes[proxyDrops], modes[proxyDelays],
+		modes[proxyHolds], modes[proxyCuts], sum)
+	require.Positive(t, dropped)
+	require.Positive(t, sum.lost, "or nobody was out of touch for long enough")
+}
+
+// node is a redis-server on a port of its own, that can be killed and started again.
+type node struct {
+	t    *testing.T
+	port int
+	args []string
+	cmd  *exec.Cmd
+}
+
+func startNode(t *testing.T, args ...string) *node {
+	t.Helper()
+	needServer(t)
+	n := &node{t: t, port: freePort(t)}
+	n.args = append([]string{"--port", fmt.Sprint(n.port), "--bind", "127.0.0.1", "--dir", t.TempDir(), "--save", "", "--loglevel", "warning",
+		"--repl-diskless-sync-delay", "0"}, args...)
+	t.Cleanup(n.kill)
+	n.start()
+	return n
+}
+
+func (n *node) addr() string { return fmt.Sprintf("127.0.0.1:%d", n.port) }
+
+func (n *node) client() *redis.Client {
+	return redis.NewClient(&redis.Options{Addr: n.addr(), MaxRetries: -1})
+}
+
+func (n *node) start(more ...string) {
+	n.t.Helper()
+	n.cmd = exec.Command("redis-server", append(slices.Clone(n.args), more...)...)
+	n.cmd.Stderr = os.Stderr
+	require.NoError(n.t, n.cmd.Start())
+	rdb := n.client()
+	defer rdb.Close()
+	require.Eventually(n.t, func() bool { return rdb.Ping(bg).Err() == nil }, 10*time.Second, 20*time.Millisecond)
+}
+
+func (n *node) kill() {
+	if n.cmd != nil {
+		_ = n.cmd.Process.Kill()
+		_ = n.cmd.Wait()
+		n.cmd = nil
+	}
+}
+
+// startSentinel watches a master, and is quick to replace it.
+func startSentinel(t *testing.T, master *node) string {
+	t.Helper()
+	port := freePort(t)
+	conf := filepath.Join(t.TempDir(), "sentinel.conf")
+	text := fmt.Sprintf("port %d\nbind 127.0.0.1\ndir %s\nsentinel monitor fleet 127.0.0.1 %d 1\nsentinel down-after-milliseconds fleet 1000\n"+
+		"sentinel failover-timeout fleet 1000\n", port, filepath.Dir(conf), master.port)
+	require.NoError(t, os.WriteFile(conf, []byte(text), 0o600))
+	cmd := exec.Command("redis-server", conf, "--sentinel", "--loglevel", "warning")
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	return fmt.Sprintf("127.0.0.1:%d", port)
+}
+
+// The master is killed, and Sentinel makes its replica the next one, while workers run. With WaitReplicas no job that was acknowledged is lost.
+func TestChaos_sentinel(t *testing.T) {
+	t.Parallel()
+	nodes := []*node{startNode(t), startNode(t)}
+	replica := nodes[1].client()
+	require.NoError(t, replica.SlaveOf(bg, "127.0.0.1", fmt.Sprint(nodes[0].port)).Err())
+	replica.Close()
+	sentinel := startSentinel(t, nodes[0])
+	synced := func(master, other *node) bool {
+		m, o := master.client(), other.client()
+		defer m.Close()
+		defer o.Close()
+		info, err := o.Info(bg, "replication").Result()
+		return err == nil && strings.Contains(info, "master_link_status:up") && m.Do(bg, "WAIT", 1, 100).Val() == int64(1)
+	}
+	require.Eventually(t, func() bool { return synced(nodes[0], nodes[1]) }, 20*time.Second, 50*time.Millisecond, "the replica follows")
+	// Sentinel replaces a master only by a replica that it knows.
+	watch := redis.NewSentinelClient(&redis.Options{Addr: sentinel})
+	t.Cleanup(func() { watch.Close() })
+	// On a busy machine Sentinel may replace a master that is only slow: who is who is for it to say.
+	roles := func() (master, other *node) {
+		at, err := watch.GetMasterAddrByName(bg, "fleet").Result()
+		if err == nil && len(at) == 2 && at[1] == fmt.Sprint(nodes[1].port) {
+			return nodes[1], nodes[0]
+		}
+		return nodes[0], nodes[1]
+	}
+	knows := func() bool {
+		all, err := watch.Replicas(bg, "fleet").Result()
+		return err == nil && len(all) == 1 && !strings.Contains(all[0]["flags"], "down")
+	}
+	require.Eventually(t, knows, 30*time.Second, 50*time.Millisecond, "Sentinel knows the replica")
+
+	client := func() *redis.Client {
+		rdb := redis.NewFailoverClient(&redis.FailoverOptions{MasterName: "fleet", SentinelAddrs: []string{sentinel}, ReadTimeout: 500 * time.Millisecond})
+		t.Cleanup(func() { rdb.Close() })
+		return rdb
+	}
+	w := &world{t: t, ns: "failover", logs: &lockedBuffer{}, raw: client()}
+	c := newChaos(w, "", "")
+	var crew []*Recoverer
+	for i := range 3 {
+		cfg := chaosConfig(c.ns, fmt.Sprint("w", i))
+		cfg.HeartbeatInterval, cfg.OrphanThreshold, cfg.SweepInterval, cfg.WaitReplicas = 200*time.Millisecond, time.Second, 200*time.Millisecond, 1
+		r, err := New(client(), c.book.enqueuer(), cfg)
+		require.NoError(t, err)
+		require.NoError(t, r.Start(bg))
+		crew = append(crew, r)
+	}
+	stop := make(chan struct{})
+	var load sync.WaitGroup
+	end := sync.OnceFunc(func() { close(stop); load.Wait() })
+	t.Cleanup(end) // also if the test fails: nobody writes to a book that is closed
+	for _, r := range crew[:2] {
+		for range 4 {
+			load.Add(1)
+			go func() {
+				defer load.Done()
+				for n := 0; ; n++ {
+					select {
+					case <-stop:
+						return
+					default:
+						chaosOne(r, c.book, fmt.Sprintf("%s-%d-%d", r.cfg.WorkerName, n, rand.Int64()), true)
+					}
+				}
+			}()
+		}
+	}
+	held, err := crew[2].Track(bg, Job{ID: "held"})
+	require.NoError(t, err)
+	c.book.note("T", held.ID(), "held")
+	failovers := 0
+	for range chaosRounds(1) {
+		sleep(bg, time.Duration(200+rand.IntN(500))*time.Millisecond)
+		master, other := roles()
+		master.kill()
+		require.Eventually(t, func() bool {
+			at, err := watch.GetMasterAddrByName(bg, "fleet").Result()
+			return err == nil && at[1] == fmt.Sprint(other.port)
+		}, 30*time.Second, 50*time.Millisecond, "the replica is the master")
+		failovers++
+		master.start("--replicaof", "127.0.0.1 "+fmt.Sprint(other.port))
+		require.Eventually(t, func() bool { return synced(roles()) && knows() }, time.Minute, 50*time.Millisecond, "the old one follows")
+		require.Eventually(t, func() bool {
+			return !slices.ContainsFunc(crew, func(r *Recoverer) bool { return r.Check() != nil })
+		}, 20*time.Second, 20*time.Millisecond, "beats go on")
+	}
+	end()
+	c.book.finish(held)
+	// One dies after it all, and is recovered from the new master.
+	last, err := crew[0].Track(bg, Job{ID: "last"})
+	require.NoError(t, err)
+	c.book.note("T", last.ID(), "last")
+	crew[0].endSweeps()
+	crew[0].endLife()
+	require.Eventually(t, func() bool {
+		text, err := os.ReadFile(c.path)
+		return err == nil && strings.Contains(string(text), "E "+last.ID())
+	}, 20*time.Second, 20*time.Millisecond, "it is handed back")
+	for _, r := range crew[1:] {
+		ctx, cancel := context.WithTimeout(bg, 20*time.Second)
+		require.NoError(t, r.Stop(ctx))
+		cancel()
+	}
+	crew[0].endHard()
+	doubles := c.judgeLoss()
+	t.Logf("%d failovers, %d done and handed back: a Done is not waited for, and its loss is documented", failovers, doubles)
+}
+
+// judgeLoss is judge for a Redis that may forget what it has confirmed to Done. It answers how many jobs are done and handed back.
+func (c *chaos) judgeLoss() (doubles int) {
+	c.t.Helper()
+	text, err := os.ReadFile(c.path)
+	require.NoError(c.t, err)
+	seen := map[string]map[string]bool{}
+	for _, line := range strings.Split(strings.TrimSpace(string(text)), "\n") {
+		f := strings.Fields(line)
+		require.Len(c.t, f, 3)
+		if seen[f[1]] == nil {
+			seen[f[1]] = map[string]bool{}
+		}
+		seen[f[1]][f[0]] = true
+	}
+	for key, ops := range seen {
+		if ops["T"] && !ops["E"] {
+			assert.True(c.t, ops["W"] && !ops["L"], "lost: %s %v", key, ops)
+		}
+		if ops["D"] && ops["E"] {
+			doubles++
+		}
+	}
+	return doubles
+}
