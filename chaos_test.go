@@ -943,7 +943,7 @@ func TestChaos_sentinel(t *testing.T) {
 	t.Parallel()
 	nodes := []*node{startNode(t), startNode(t)}
 	replica := nodes[1].client()
-	require.NoError(t, replica.SlaveOf(bg, "127.0.0.1", fmt.Sprint(nodes[0].port)).Err())
+	require.NoError(t, replica.ReplicaOf(bg, "127.0.0.1", fmt.Sprint(nodes[0].port)).Err())
 	replica.Close()
 	sentinel := startSentinel(t, nodes[0])
 	synced := func(master, other *node) bool {

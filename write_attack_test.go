@@ -420,21 +420,3 @@ func TestWrite_fuzz(t *testing.T) {
 		}
 	}
 }
-
-type slowStore struct {
-	mu sync.Mutex
-	m  map[string][]byte
-}
-
-func (s *slowStore) Put(_ context.Context, k string, b []byte) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.m[k] = b
-	return nil
-}
-func (s *slowStore) Get(_ context.Context, k string) ([]byte, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.m[k], nil
-}
-func (s *slowStore) Delete(_ context.Context, k string) error { return nil }

@@ -14,9 +14,9 @@ import (
 
 // picture is where every job is.
 type picture struct {
-	tracked, claimed, handedBack, dead []string // job IDs
-	claims                             int
-	problems                           []string
+	tracked, handedBack, dead []string // job IDs
+	claims                    int
+	problems                  []string
 }
 
 func (p *picture) String() string {
