@@ -1007,8 +1007,12 @@ func TestChaos_sentinel(t *testing.T) {
 			}()
 		}
 	}
-	held, err := crew[2].Track(bg, Job{ID: "held"})
-	require.NoError(t, err)
+	var held *Lease
+	require.Eventually(t, func() (ok bool) { // on a busy machine the replica may be late; then it was not tracked
+		l, err := crew[2].Track(bg, Job{ID: "held"})
+		held = l
+		return err == nil
+	}, 20*time.Second, 20*time.Millisecond)
 	c.book.note("T", held.ID(), "held")
 	failovers := 0
 	for range chaosRounds(1) {
