@@ -2,6 +2,7 @@ package recovery
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strconv"
 	"time"
@@ -11,17 +12,32 @@ import (
 
 // send makes one beat, and beside it enters the registry again: a registry that was lost heals within one interval.
 func (h *heartbeater) send(ctx context.Context, inc *incarnation) (pulse, error) {
-	light := time.Now().Before(h.nextFull)
+	full := !time.Now().Before(h.nextFull)
 	p, err := bounded(ctx, h.r.group, h.limit(), func(ctx context.Context) (pulse, error) {
-		if light {
-			if p, ok := h.lightBeat(ctx, inc); ok {
-				return p, nil
-			}
+		if full {
+			return h.heavyBeat(ctx, inc)
+		}
+		if p, ok := h.lightBeat(ctx, inc); ok {
+			return p, nil
 		}
 		return h.fullBeat(ctx, inc)
 	})
 	if err == nil && !p.light {
 		h.nextFull = time.Now().Add(h.r.tm.fullBeat)
+	}
+	return p, err
+}
+
+// heavyBeat is a full one, or a light one where that is not possible: while a Cluster moves the worker's slot, Redis refuses scripts that name keys
+// which do not exist, and the client tries again for a while.
+func (h *heartbeater) heavyBeat(ctx context.Context, inc *incarnation) (pulse, error) {
+	short, cancel := context.WithTimeout(ctx, h.limit()/2)
+	defer cancel()
+	p, err := h.fullBeat(short, inc)
+	if redis.HasErrorPrefix(err, "TRYAGAIN") || errors.Is(err, context.DeadlineExceeded) {
+		if light, ok := h.lightBeat(ctx, inc); ok {
+			return light, nil
+		}
 	}
 	return p, err
 }
@@ -110,16 +126,42 @@ type pulse struct {
 	light           bool // without the script
 }
 
+// register enters the registry again, in the pipeline of the beat; unless that is on another node, which may be away and must not fail the
+// beat: then it goes its own way, and the answer is nil.
 func (h *heartbeater) register(ctx context.Context, p redis.Pipeliner, inc *incarnation) *redis.IntCmd {
+	if _, cluster := h.r.rdb.(*redis.ClusterClient); !cluster || h.r.cfg.HashTag != "" {
+		return h.enter(ctx, p, inc)
+	}
+	if !h.entering.CompareAndSwap(false, true) {
+		return nil // the last one has not been answered
+	}
+	h.r.group.spawn(func() {
+		defer h.entering.Store(false)
+		ctx, cancel := h.r.limit(h.r.hard)
+		defer cancel()
+		var entry *redis.IntCmd
+		_, _ = h.r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+			entry = h.enter(ctx, p, inc)
+			return nil
+		})
+		h.registered(ctx, inc, entry)
+	})
+	return nil
+}
+
+func (h *heartbeater) enter(ctx context.Context, p redis.Pipeliner, inc *incarnation) *redis.IntCmd {
 	entry := p.SAdd(ctx, h.r.keys.workers(), inc.id)
-	if queues := h.r.waits.entries(time.Now()); len(queues) > 0 {
-		p.ZAdd(ctx, h.r.keys.queues(), queues...)
+	if waited := h.r.waits.lists(); len(waited) > 0 {
+		p.ZAdd(ctx, h.r.keys.queues(), queueEntries(waited)...)
 	}
 	return entry
 }
 
 // registered looks whether a worker that is live is registered, too.
 func (h *heartbeater) registered(ctx context.Context, inc *incarnation, entry *redis.IntCmd) {
+	if entry == nil {
+		return
+	}
 	if err := entry.Err(); err != nil {
 		h.r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
 		h.r.healRegistry(ctx, inc, err)

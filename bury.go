@@ -52,23 +52,6 @@ func (r *Recoverer) bury(ctx context.Context, o *orphan) error {
 	return nil
 }
 
-// history reads the crashes of a job. It is for people: if it can't be read, the letter goes without.
-func (r *Recoverer) history(ctx context.Context, o *orphan) []crash {
-	if o.ID == "" {
-		return nil
-	}
-	entries, err := r.rdb.ZRangeWithScores(ctx, r.keys.crashes(o.ID), -100, -1).Result()
-	if err != nil {
-		return nil
-	}
-	var crashes []crash
-	for _, z := range entries {
-		lease, _ := z.Member.(string)
-		crashes = append(crashes, crash{Lease: lease, MS: int64(z.Score)})
-	}
-	return crashes
-}
-
 // tellDropped announces letters that had to make room. Their payloads outside of Redis go with them.
 func (r *Recoverer) tellDropped(ctx context.Context, cmd *redis.Cmd) {
 	a := readReplies(cmd)

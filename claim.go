@@ -3,9 +3,13 @@ package recovery
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
+
+	"github.com/redis/go-redis/v9"
 )
 
 // Limits of one claim, so that no script holds Redis up for long.
@@ -35,6 +39,7 @@ type claim struct {
 	news    bool          // this call made the suspicion, or the fence
 	damaged int
 	leases  []claimedLease
+	orphans []*orphan // the same, read and counted; see readClaim
 	until   time.Time // local; when the claim runs out
 }
 
@@ -63,7 +68,7 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	call := rand.Text()
 	a, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (*replies, error) {
 		cmd, err := r.runReplicated(ctx, claimScript, keys, ms(r.tm.confirm), ms(r.tm.suspectTTL), ms(r.tm.claimTTL),
-			claimLeases, claimBytes, ms(r.tm.retention), ms(r.tm.tombstone), flag, call)
+			claimLeases, ms(r.tm.retention), ms(r.tm.tombstone), flag, call)
 		if err != nil {
 			return nil, err
 		}
@@ -82,24 +87,90 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	for a.more() {
 		l := claimedLease{member: a.string()}
 		l.parse(a.string())
-		l.record, l.checkpoint = a.bytes(), a.bytes()
 		c.leases = append(c.leases, l)
 	}
 	if a.err != nil {
 		return nil, fmt.Errorf("claim leases of worker %q: %w", id, a.err)
 	}
+	if err := r.loadRecords(ctx, c); err != nil {
+		return nil, fmt.Errorf("read claimed leases of worker %q: %w", id, err)
+	}
 	return c, nil
+}
+
+// loadRecords reads the records of what was claimed. What would be too much for now is given back to the fleet, at once.
+func (r *Recoverer) loadRecords(ctx context.Context, c *claim) error {
+	loaded, bytes, largest := 0, 0, 1
+	for page := 8; loaded < len(c.leases) && bytes < claimBytes; page = min(4*page, max(1, (claimBytes-bytes)/largest)) {
+		leases := c.leases[loaded:min(loaded+page, len(c.leases))]
+		fields := make([]string, 0, 2*len(leases))
+		for _, l := range leases {
+			fields = append(fields, l.member, l.member+".cp")
+		}
+		values, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) ([]any, error) {
+			rdb, err := r.master(ctx, c.keys.jobs)
+			if err != nil {
+				return nil, err
+			}
+			return rdb.HMGet(ctx, c.keys.jobs, fields...).Result()
+		})
+		if err != nil {
+			return err
+		}
+		if !time.Now().Before(c.until) {
+			return errors.New("the claim has run out meanwhile")
+		}
+		a := &replies{values: values}
+		for i := range leases {
+			l := &leases[i]
+			l.record, l.checkpoint = a.bytes(), a.bytes()
+			largest = max(largest, len(l.record)+len(l.checkpoint))
+			bytes += len(l.record) + len(l.checkpoint)
+		}
+		if a.err != nil {
+			return a.err
+		}
+		loaded += len(leases)
+	}
+	var rest []any
+	for _, l := range c.leases[loaded:] {
+		rest = append(rest, l.member, 0, l.format())
+	}
+	c.leases = c.leases[:loaded]
+	if len(rest) == 0 {
+		return nil
+	}
+	return r.postpone(ctx, c.keys, rest)
+}
+
+// master is for reads that must not come from a replica, which may not have a record yet: the Cluster client can be set up to prefer those.
+func (r *Recoverer) master(ctx context.Context, key string) (redis.Cmdable, error) {
+	if cluster, ok := r.rdb.(*redis.ClusterClient); ok && cluster.Options().ReadOnly {
+		return cluster.MasterForKey(ctx, key)
+	}
+	return r.rdb, nil
+}
+
+// postpone sets when claimed leases are due again: member, delay in ms, claim field.
+func (r *Recoverer) postpone(ctx context.Context, k workerKeys, leases []any) error {
+	return postponeScript.Run(ctx, r.rdb, []string{k.jobs, k.claims}, leases...).Err()
 }
 
 // parse reads a claim field: "start attempts reason flags error". What can't be read is taken as unknown: a damaged note must not keep a
 // job from being handed back.
 func (l *claimedLease) parse(s string) {
-	var word, flags string
-	_, _ = fmt.Sscanf(s, "%d %d %s %s", &l.start, &l.attempts, &word, &flags)
-	l.reason, l.waited = parseReason(word), flags == "w"
-	if parts := strings.SplitN(s, " ", 5); len(parts) == 5 {
-		l.lastErr = parts[4]
-	}
+	start, s, _ := strings.Cut(s, " ")
+	attempts, s, _ := strings.Cut(s, " ")
+	reason, s, _ := strings.Cut(s, " ")
+	flags, s, _ := strings.Cut(s, " ")
+	l.start, _ = strconv.ParseInt(start, 10, 64)
+	l.attempts, _ = strconv.Atoi(attempts)
+	l.reason, l.waited, l.lastErr = parseReason(reason), flags == "w", s
+}
+
+// fields are what the hash of jobs has of the lease.
+func (l *claimedLease) fields() []any {
+	return []any{l.member, l.member + ".claim", l.member + ".cp", l.member + ".cpn"}
 }
 
 func (l *claimedLease) format() string {

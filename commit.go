@@ -12,9 +12,10 @@ import (
 )
 
 // Group commit. Concurrent Track and Done calls share a round trip: a call puts its op into the queue, and if no batch is under
-// way a lane takes the whole queue at once. While it is out, the next batch gathers. There is no timer and no permanent
+// way a lane takes the whole queue at once. While it is out, the next batch gathers. Nobody waits for a timer and there is no permanent
 // goroutine: a caller that finds a lane free and has nothing else to heed (Done, and Track with a ctx that can't end) writes the batch
-// itself; for others a goroutine does, so that they can leave when their ctx ends, and it ends when the queue is empty.
+// itself; for others a goroutine does, so that they can leave when their ctx ends, and it ends when the queue is empty. The timers in here
+// only end waits that a stuck connection would make long.
 //
 // A lane numbers the batches that track, and has one of them under way at a time; the session keeps the last number of each lane. So a copy of a
 // batch (go-redis repeats a command whose reply was lost, and the first one may still arrive, much later) is known as such,

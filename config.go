@@ -39,7 +39,7 @@ type Config struct {
 	// plus random text. Default: hostname:pid.
 	WorkerName string
 
-	// HeartbeatInterval is how often the worker says that it lives. A beat costs Redis one small script, whatever
+	// HeartbeatInterval is how often the worker says that it lives. A beat costs Redis five small commands, whatever
 	// the number of jobs. Too low costs commands; too high forces a high OrphanThreshold. Default: 5s.
 	HeartbeatInterval time.Duration
 
@@ -96,7 +96,8 @@ type Config struct {
 	// MaxDead limits the dead letters of the namespace; beyond it the oldest are dropped, and each is announced. Default: 10,000.
 	MaxDead int
 
-	// EnqueueTimeout bounds one call of the Enqueuer. Default: 10s.
+	// EnqueueTimeout bounds one call of the Enqueuer. A job whose sweeper dies between claim and forget waits for twice that and a second
+	// before another sweeper offers it again. Default: 10s.
 	EnqueueTimeout time.Duration
 
 	// EnqueueConcurrency is how many calls of the Enqueuer a sweep makes at a time. Default: 16.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -104,6 +105,9 @@ func (i *Inspector) open(d *DeadLetter, record, checkpoint any) {
 	d.Record = []byte(raw)
 	job, err := decodeRecord(d.Record, d.Key, i.codec)
 	if job.ID != "" {
+		if isElement(d.Record) && d.ID != "" { // by the format of its list, which an Inspector does not know
+			job.ID, job.Queue = d.ID, d.Queue
+		}
 		d.Job = job
 	}
 	d.Err = errors.Join(d.Err, err)
@@ -145,7 +149,7 @@ func (i *Inspector) Requeue(ctx context.Context, key string, enq Enqueuer) error
 	return i.remove(ctx, d)
 }
 
-// giveBack offers the letter's job. What came from a list goes back there as it was.
+// giveBack offers the letter's job. What came from a list goes back there, as a sweep would hand it back.
 func (i *Inspector) giveBack(ctx context.Context, d *DeadLetter, enq Enqueuer) error {
 	q, ok := enq.(*ListQueue)
 	if !ok || !isElement(d.Record) {
@@ -158,7 +162,18 @@ func (i *Inspector) giveBack(ctx context.Context, d *DeadLetter, enq Enqueuer) e
 	if err = errors.Join(err, q.announce(ctx, i.rdb)); err != nil {
 		return err
 	}
-	return pushEach(ctx, i.rdb, []parcel{{list: e.queue, push: q.pushTo(e.side), element: e.bytes}}, make([]error, 1))[0]
+	p := parcel{list: e.queue, push: q.pushTo(e.side), element: e.bytes}
+	if o := d.Orphan; o.Checkpoint != nil { // the format may have a place for it
+		id, queue := o.ID, o.Queue
+		if o.Job, err = q.format.Decode(slices.Clone(e.bytes)); err != nil {
+			return err
+		}
+		o.ID, o.Queue, o.Job.Checkpoint = id, queue, o.Checkpoint
+		if p.element, err = q.encode(o); err != nil {
+			return err
+		}
+	}
+	return pushEach(ctx, i.rdb, []parcel{p}, make([]error, 1))[0]
 }
 
 // Discard removes a dead letter for good, and its payload where that lies outside of Redis. ErrNoLetter if there is none.

@@ -16,6 +16,7 @@ import (
 
 // parcel is a job on its way into a list.
 type parcel struct {
+	to      *ListQueue // what is known of list
 	list    string
 	push    string // LPUSH or RPUSH
 	element []byte
@@ -42,12 +43,6 @@ func (r *Recoverer) deliver(ctx context.Context, c *claim, ready []*orphan) {
 	}
 	ctx, cancel := r.limit(context.WithoutCancel(ctx)) // a step that was begun is taken to its end
 	defer cancel()
-	if err := r.list.announce(ctx, r.rdb); err != nil {
-		for _, o := range ready {
-			r.judge(o, err)
-		}
-		return
-	}
 	for same := range runs(parcels) {
 		r.deliverRun(ctx, c, ready[same.from:same.to], parcels[same.from:same.to])
 	}
@@ -55,6 +50,15 @@ func (r *Recoverer) deliver(ctx context.Context, c *claim, ready []*orphan) {
 
 // deliverRun is deliver for one list.
 func (r *Recoverer) deliverRun(ctx context.Context, c *claim, orphans []*orphan, parcels []parcel) {
+	if err := parcels[0].to.announce(ctx, r.rdb); err != nil {
+		for _, o := range orphans {
+			r.judge(o, err)
+		}
+		return
+	}
+	for _, o := range orphans {
+		o.sent = true
+	}
 	if list := parcels[0].list; r.together(list) {
 		err := r.deliverAtOnce(ctx, c, orphans, parcels)
 		if !redis.HasErrorPrefix(err, "CROSSSLOT") {
@@ -74,7 +78,7 @@ func (r *Recoverer) pack(o *orphan) (parcel, error) {
 		if known := r.knownList(o.element.queue); known != nil {
 			q = known
 		}
-		p := parcel{list: o.element.queue, push: q.pushTo(o.element.side), element: o.element.bytes, at: o.element.at + 1}
+		p := parcel{to: q, list: o.element.queue, push: q.pushTo(o.element.side), element: o.element.bytes, at: o.element.at + 1}
 		if o.Checkpoint == nil {
 			return p, nil
 		}
@@ -83,7 +87,7 @@ func (r *Recoverer) pack(o *orphan) (parcel, error) {
 		p.element, err = q.encode(o.Orphan) // the format may have a place for it
 		return p, err
 	}
-	p := parcel{list: r.list.key, push: r.list.pushTo(r.list.side)}
+	p := parcel{to: r.list, list: r.list.key, push: r.list.pushTo(r.list.side)}
 	var err error
 	if p.element, err = r.list.encode(o.Orphan); err != nil {
 		return p, err
@@ -210,11 +214,7 @@ func (r *Recoverer) tellApart(list string) {
 func (r *Recoverer) unfetch(ctx context.Context, leases []*Lease) {
 	var given []giveUp
 	for _, l := range leases {
-		l.lockSettled()
-		if l.giveLocked(leaseActive, false) {
-			l.home.count(func(t *tally) { t.doneSent++ })
-			g := giveUp{lease: l, reason: Released}
-			r.keepGiveUp(g)
+		if g, ok := r.giveUp(l, Released, false); ok {
 			given = append(given, g)
 		}
 	}
@@ -224,7 +224,8 @@ func (r *Recoverer) unfetch(ctx context.Context, leases []*Lease) {
 	}
 	for home, page := range byHome {
 		if err := r.putBack(ctx, home, page); err != nil {
-			r.log.Error("recovery: could not put fetched jobs back, will try again", "worker", r.WorkerID(), "jobs", len(page), "err", err)
+			r.log.Error("recovery: could not put fetched jobs back, will try again", "worker", home.id, "jobs", len(page),
+				"first", page[0].lease.ID(), "last", page[len(page)-1].lease.ID(), "err", err)
 		}
 	}
 }

@@ -35,7 +35,9 @@
 //	queue := recovery.NewListQueue("jobs")
 //	r, err := recovery.New(rdb, queue, recovery.Config{Namespace: "mail"})
 //	err = r.Start(ctx)
-//	err = r.Work(ctx, queue, 16, func(ctx context.Context, l *recovery.Lease) error { … })
+//	go r.Work(ctx, queue, 16, func(ctx context.Context, l *recovery.Lease) error { … })
+//	<-ctx.Done()          // SIGTERM
+//	err = r.Stop(limited) // what has not ended by limited's deadline goes back to the list
 //
 // On a Cluster that needs a list whose key has Config.HashTag as its tag. [Sidekiq] and [ElementFormat] are for elements that
 // are more than a payload.

@@ -24,8 +24,9 @@ type EnqueuerFunc func(ctx context.Context, o Orphan) error
 // Enqueue calls f.
 func (f EnqueuerFunc) Enqueue(ctx context.Context, o Orphan) error { return f(ctx, o) }
 
-// BatchEnqueuer is an Enqueuer that takes many orphans in one call, such as one UPDATE … WHERE id = ANY($1). EnqueueAll returns nil if
-// all were accepted, or exactly one error for each orphan, nil where it was. One call has Config.EnqueueTimeout.
+// BatchEnqueuer is an Enqueuer that takes many orphans in one call, such as one UPDATE of rows, guarded by the lease that
+// holds them (examples/postgres-rows). EnqueueAll returns nil if all were accepted, or exactly one error for each orphan, nil where it was.
+// One call has Config.EnqueueTimeout.
 type BatchEnqueuer interface {
 	Enqueuer
 	EnqueueAll(ctx context.Context, os []Orphan) []error

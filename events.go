@@ -162,8 +162,8 @@ func guard(f func()) (err error) {
 	return nil
 }
 
-func logPanic(log *slog.Logger, msg string, err error) {
-	attrs := []any{"err", err}
+func logPanic(log *slog.Logger, msg string, err error, attrs ...any) {
+	attrs = append(attrs, "err", err)
 	if p, ok := err.(*panicError); ok {
 		attrs = append(attrs, "stack", string(p.stack))
 	}

@@ -66,6 +66,72 @@ func check(err error) {
 	}
 }
 
+// Start-up: everything that is wrong with the settings is named at once, and Start returns when the first heartbeat is in Redis. Take the first job
+// after it.
+func ExampleRecoverer_Start() {
+	rdb, quit := exampleRedis()
+	defer quit()
+	_, err := recovery.New(rdb, drop, recovery.Config{OrphanThreshold: time.Second, MaxRecoveries: -7})
+	fmt.Println(err)
+
+	r, err := recovery.New(rdb, drop, quiet)
+	check(err)
+	_, err = r.Track(context.Background(), recovery.Job{ID: "too-early"})
+	fmt.Println(errors.Is(err, recovery.ErrNotRunning))
+	check(r.Start(context.Background()))
+	fmt.Println(r.State(), r.Check())
+	check(r.Stop(context.Background()))
+	fmt.Println(r.State(), r.Check())
+	// Output:
+	// recovery: invalid config: OrphanThreshold is 1s, at least 3 x HeartbeatInterval (5s): a live worker that loses two beats must not be declared dead
+	// MaxRecoveries is -7, from -1 to 2147483647
+	// true
+	// running <nil>
+	// stopped recovery: not running: state is stopped
+}
+
+// rows stands for a table: what is being run is marked, and by which lease.
+type rows map[string]string
+
+func (t rows) Enqueue(ctx context.Context, o recovery.Orphan) error {
+	return errors.Join(t.EnqueueAll(ctx, []recovery.Orphan{o})...)
+}
+
+// EnqueueAll is one guarded UPDATE in life: only what the dead worker's lease still holds is put back. The same call again changes nothing.
+func (t rows) EnqueueAll(_ context.Context, os []recovery.Orphan) []error {
+	for _, o := range os {
+		if t[o.ID] == o.Key {
+			t[o.ID] = "pending"
+		}
+	}
+	return nil
+}
+
+// Rows of a table that a worker took as one block, and that go back in one call. examples/postgres-rows is the real thing.
+func ExampleBatchEnqueuer() {
+	rdb, quit := exampleRedis()
+	defer quit()
+	table := rows{"1": "pending", "2": "pending", "3": "pending"}
+	r, err := recovery.New(rdb, table, quiet)
+	check(err)
+	ctx := context.Background()
+	check(r.Start(ctx))
+
+	leases, err := r.TrackAll(ctx, recovery.Job{ID: "1"}, recovery.Job{ID: "2"}) // all or none
+	check(err)
+	for _, l := range leases {
+		table[l.Job().ID] = l.ID()
+	}
+	check(leases[0].Done())
+	table["1"] = "done"
+
+	stop, cancel := context.WithCancel(ctx)
+	cancel()
+	_ = r.Stop(stop) // without time: what has not ended goes back at once
+	fmt.Println(table)
+	// Output: map[1:done 2:pending 3:pending]
+}
+
 // The lease ends when the func returns, whatever it returned: an error is the caller's to handle.
 func ExampleRecoverer_Do() {
 	rdb, quit := exampleRedis()

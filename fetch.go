@@ -114,8 +114,11 @@ func (r *Recoverer) fetchLive(ctx, parent context.Context, lists []*ListQueue, m
 	for attempt := 1; ; attempt++ {
 		inc := r.current.Load()
 		leases, err := r.fetchIn(ctx, parent, inc, lists, most)
-		if !isNotLive(err) || attempt > 1 {
+		if !isNotLive(err) {
 			return leases, err
+		}
+		if attempt > 1 {
+			return nil, fmt.Errorf("%w: this worker was declared dead again before it could take anything: call Fetch again", ErrLost)
 		}
 		if err := r.awaitRejoin(ctx, inc, err); err != nil {
 			return nil, err
@@ -141,6 +144,9 @@ type fetchCall struct {
 	lists        []*ListQueue
 	ctx          context.Context // the leases' parent
 }
+
+// names are for people.
+func (c *fetchCall) names() string { return queueNames(c.lists) }
 
 // undone reports that Redis has forgotten calls that it had answered: a failover lost them.
 func (i *incarnation) undone(last int64, acked uint64) bool {
@@ -214,14 +220,15 @@ func (r *Recoverer) settleFetch(ctx context.Context, inc *incarnation) error {
 
 // settleFetchSoon is for the heartbeat, which waits for nobody.
 func (r *Recoverer) settleFetchSoon(inc *incarnation) {
-	if inc.fetches.owed.Load() == nil {
+	c := inc.fetches.owed.Load()
+	if c == nil {
 		return
 	}
 	r.group.spawn(func() {
 		ctx, cancel := r.limit(r.hard)
 		defer cancel()
 		if err := r.onTurn(ctx, inc, r.settleFetch); err != nil {
-			r.log.Warn("recovery: could not learn what a fetch took, will try again", "worker", inc.id, "err", err)
+			r.log.Warn("recovery: could not learn what a fetch took, will try again", "worker", inc.id, "queues", c.names(), "err", err)
 		}
 	})
 }
@@ -347,11 +354,7 @@ func (r *Recoverer) readable(leases []*Lease) []*Lease {
 			return false
 		}
 		r.log.Error("recovery: fetched what is no job", "worker", r.WorkerID(), "lease", l.ID(), "queue", l.job.Queue, "err", l.unreadable)
-		l.lockSettled()
-		if l.giveLocked(leaseActive, false) {
-			l.home.count(func(t *tally) { t.doneSent++ })
-			g := giveUp{lease: l, reason: Released}
-			r.keepGiveUp(g)
+		if g, ok := r.giveUp(l, Released, false); ok {
 			r.group.spawn(func() {
 				if _, err := r.handOver(r.hard, g); err != nil {
 					r.log.Error("recovery: could not bury what is no job, will try again", "worker", l.home.id, "lease", l.ID(), "err", err)

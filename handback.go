@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/redis/go-redis/v9"
 )
 
 // Handing back, for leases that were claimed. The order is what makes it safe to die anywhere:
@@ -21,6 +23,7 @@ import (
 // handed is what became of one claim's leases.
 type handed struct {
 	handedBack, postponed, buried int
+	forgotten                     int // told before; only their records were left
 	err                           error
 }
 
@@ -32,6 +35,8 @@ type orphan struct {
 	stored   bool    // its payload lies in the PayloadStore
 	element  element // what it was in its list, if it was fetched
 	nameless bool    // its ID is made of its contents
+	told     bool    // it was handed back, and that was told, before
+	sent     bool    // on its way into a list; without an answer it may be there
 	grave    string  // why it must go to the dead letters, or ""
 	delay    time.Duration
 	took     time.Duration
@@ -50,29 +55,37 @@ const (
 	fateNothing               // the claim is left to run out
 )
 
+// readClaim reads the leases of a claim, and counts their crashes.
+func (r *Recoverer) readClaim(ctx context.Context, c *claim) {
+	c.orphans = make([]*orphan, len(c.leases))
+	for i := range c.leases {
+		c.orphans[i] = r.decode(c, &c.leases[i])
+	}
+	if ctx.Err() == nil {
+		r.countCrashes(ctx, c.now, c.orphans)
+	}
+}
+
 // handBack brings every lease of a claim to an end, for now.
 func (r *Recoverer) handBack(ctx context.Context, c *claim) handed {
-	orphans := make([]*orphan, len(c.leases))
-	for i := range c.leases {
-		orphans[i] = r.decode(c, &c.leases[i])
+	if c.orphans == nil {
+		r.readClaim(ctx, c)
 	}
-	if ctx.Err() != nil { // the sweep has ended: given back to the fleet, at once and uncounted
-		for _, o := range orphans {
+	var h handed
+	if ctx.Err() != nil { // the sweep has ended: given back to the fleet, at once
+		for _, o := range c.orphans {
 			o.fate = fateLater
 		}
-		var h handed
-		h.err = r.conclude(ctx, c, orphans, &h)
+		h.err = r.conclude(ctx, c, c.orphans, &h)
 		return h
 	}
-	r.countCrashes(ctx, c.now, orphans)
 	var ready []*orphan
-	for _, o := range orphans {
+	for _, o := range c.orphans {
 		if r.decide(o); o.fate == fateEnqueue {
 			ready = append(ready, o)
 		}
 	}
-	var h handed
-	errs := []error{r.conclude(ctx, c, orphans, &h)} // those that need no Enqueuer
+	errs := []error{r.conclude(ctx, c, c.orphans, &h)} // those that need no Enqueuer
 	r.offerEach(ctx, c, ready, func(done []*orphan) {
 		errs = append(errs, r.conclude(ctx, c, done, &h))
 	})
@@ -119,13 +132,10 @@ func (o *orphan) fail(err error, interval time.Duration) {
 
 // decide says where an orphan goes.
 func (r *Recoverer) decide(o *orphan) {
-	limit := o.MaxRecoveries
-	if limit == 0 {
-		limit = r.cfg.MaxRecoveries
-	}
+	limit := r.limitOf(o)
 	switch {
 	case r.accepted.has(o.Key):
-		o.fate = fateForget // the Enqueuer has it; only the record stayed
+		o.fate, o.told = fateForget, true // the Enqueuer has it; only the record stayed
 	case o.grave != "":
 		o.fate = fateBury
 	case o.fate == fateLater:
@@ -137,6 +147,14 @@ func (r *Recoverer) decide(o *orphan) {
 			o.fate = fateLater
 		}
 	}
+}
+
+// limitOf is how often a job may be recovered, or NoLimit.
+func (r *Recoverer) limitOf(o *orphan) int {
+	if o.MaxRecoveries != 0 {
+		return o.MaxRecoveries
+	}
+	return r.cfg.MaxRecoveries
 }
 
 // backoff asks once, before the first attempt; the answer is kept in Redis, as the time at which the claim falls due.
@@ -281,8 +299,7 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 	// The Enqueuer has answered: that is written down even if the sweep is being stopped.
 	ctx, cancel := r.limit(context.WithoutCancel(ctx))
 	defer cancel()
-	var forget []any
-	var later []any
+	var forget, fields, later []any
 	var errs []error
 	for _, o := range orphans {
 		if o.fate == fateBury {
@@ -291,13 +308,13 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 		switch o.fate {
 		case fateForget, fateBury:
 			forget = append(forget, o.lease.member)
+			fields = append(fields, o.lease.fields()...)
 		case fateLater:
 			later = append(later, o.lease.member, ms(o.delay), o.lease.format())
 		}
 	}
 	if len(forget) > 0 {
-		args := append([]any{ms(r.tm.tombstone)}, forget...)
-		err := forgetScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims, c.keys.handed}, args...).Err()
+		err := r.forget(ctx, c.keys, forget, fields)
 		r.accepted.note(orphans, err != nil)
 		if err == nil {
 			r.dropPayloads(ctx, orphans)
@@ -305,7 +322,7 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 		errs = append(errs, err)
 	}
 	if len(later) > 0 {
-		errs = append(errs, postponeScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims}, later...).Err())
+		errs = append(errs, r.postpone(ctx, c.keys, later))
 	}
 	for _, o := range orphans {
 		if o.fate == fateDelivered && o.stored {
@@ -319,7 +336,27 @@ func (r *Recoverer) conclude(ctx context.Context, c *claim, orphans []*orphan, h
 	return nil
 }
 
+// forget drops leases that somebody else has now; that they were handed on is remembered, in the same step, so that their old holder always
+// finds proof. Plain commands, because Lua would cost twice as much; the script does the same where Redis is out of memory and refuses them.
+func (r *Recoverer) forget(ctx context.Context, k workerKeys, members, fields []any) error {
+	_, err := r.rdb.TxPipelined(ctx, func(p redis.Pipeliner) error {
+		p.SAdd(ctx, k.handed, members...)
+		p.PExpire(ctx, k.handed, r.tm.tombstone)
+		p.Do(ctx, append([]any{"zrem", k.claims}, members...)...)
+		p.Do(ctx, append([]any{"hdel", k.jobs}, fields...)...)
+		return nil
+	})
+	if isOOM(err) || redis.HasErrorPrefix(err, "EXECABORT") {
+		err = forgetScript.Run(ctx, r.rdb, []string{k.jobs, k.claims, k.handed}, append([]any{ms(r.tm.tombstone)}, members...)...).Err()
+	}
+	return err
+}
+
 func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
+	if o.told {
+		h.forgotten++
+		return
+	}
 	var age time.Duration
 	if o.lease.start > 0 {
 		age = time.UnixMilli(c.now).Sub(o.TrackedAt)

@@ -462,9 +462,18 @@ func nameOf(cmd redis.Cmder) string {
 	name := strings.ToLower(cmd.Name())
 	args := cmd.Args()
 	switch name {
-	case "set": // a light one
-		if key, _ := args[1].(string); strings.HasSuffix(key, ":beat") {
+	case "hmget":
+		if key, _ := args[1].(string); strings.HasSuffix(key, ":jobs") {
+			return "records"
+		}
+	case "set", "exists", "sadd": // what scripts do, done by plain commands
+		switch key, _ := args[1].(string); {
+		case strings.HasSuffix(key, ":beat"):
 			return "beat"
+		case strings.Contains(key, ":crashes:"):
+			return "count"
+		case strings.HasSuffix(key, ":handed"):
+			return "forget"
 		}
 	case "evalsha":
 		return scriptNames[args[1].(string)]

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -20,6 +21,8 @@ import (
 type heartbeater struct {
 	r    *Recoverer
 	wake chan struct{} // of capacity 1: beat now
+
+	entering atomic.Bool // the registry, apart from a beat
 
 	// Owned by the loop.
 	odd      int  // beats in a row whose count did not fit
@@ -284,6 +287,7 @@ func (h *heartbeater) rejoin(ctx context.Context, old *incarnation, keep []*Leas
 	h.r.counts.rejoins.Add(1)
 	h.r.log.Warn("recovery: rejoined", "worker", inc.id, "old", old.id, "carried", carried)
 	emit(h.r.log, h.r.cfg.Events.Rejoined, RejoinedInfo{Worker: inc.id, Old: old.id, Carried: carried})
+	h.r.sweep.recoverSoon(old.id) // a beat of ours may have entered it again after a peer had retired it
 	if carried == 0 {
 		return nil
 	}

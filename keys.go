@@ -11,7 +11,7 @@ const schema = "recovery:1:"
 //	workers       SET         join, every beat     never              retire (entry by entry)
 //	workers-damaged any       a beat               never              nobody: it is evidence
 //	gc            STRING      whoever sweeps       GCLockTTL          Stop of the holder
-//	queues        ZSET        Fetch, every beat    never              a sweep, when nobody has fetched for InflightTTL
+//	queues        ZSET        Fetch, every beat    never              a sweep, when nobody has waited for InflightTTL
 //	arrived:list  LIST        a waiting Fetch      never              empties itself
 //	W:session     HASH        join, commit, claim  InflightTTL        nobody: it must outlive a zombie
 //	W:beat        STRING      join, beat           OrphanThreshold/2  leave
@@ -21,7 +21,7 @@ const schema = "recovery:1:"
 //	W:claims      ZSET        claim, take          InflightTTL        empties itself
 //	W:handed      SET         forget               InflightTTL        Stop, if nobody can ask any more
 //	W:damaged     any         claim                InflightTTL        nobody: it is evidence
-//	crashes:job   ZSET        count                RecoveryWindow     a person who requeues the job
+//	crashes:job   STRING      count                RecoveryWindow     a person who requeues the job
 //	dead:index    ZSET        bury                 never              a person, or MaxDead
 //	dead:jobs     HASH        bury                 never              as dead:index
 //

@@ -238,14 +238,8 @@ func (l *Lease) lose() bool {
 	return true
 }
 
-// give tells the holder that its own worker hands the job back. The lease stays in its incarnation's list until it is out of the index:
-// an audit must not take its record for a stray.
-func (l *Lease) give() bool {
-	l.lockSettled()
-	return l.giveLocked(leaseActive, true)
-}
-
-// giveLocked is give for a lease in state from. It unlocks l.mu. loud: there is a holder who loses something.
+// giveLocked tells the holder that its own worker hands the job back, if the lease is in state from. It unlocks l.mu. loud: there is a holder
+// who loses something.
 func (l *Lease) giveLocked(from leaseState, loud bool) bool {
 	if l.state != from {
 		l.mu.Unlock()

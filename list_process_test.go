@@ -3,11 +3,9 @@ package recovery
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -28,31 +25,27 @@ func init() {
 	children["sweeper"] = childSweeper
 }
 
-// child is what both kinds of process begin with.
-func child(cfg Config, q *ListQueue) (*Recoverer, orders) {
+// listChild is what both kinds of process begin with.
+func listChild(cfg Config) (*Recoverer, *ListQueue, orders) {
 	var o orders
-	if err := json.Unmarshal([]byte(os.Getenv(ordersEnv)), &o); err != nil {
-		fatal(err)
-	}
-	rdb := redis.NewClient(&redis.Options{Addr: "127.0.0.1:6379", Dialer: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", o.Socket)
-	}})
+	readOrders(&o)
+	q := NewListQueue(o.List)
 	cfg.Namespace, cfg.WorkerName, cfg.MaxRecoveries = o.NS, o.Name, NoLimit
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	r, err := New(rdb, q, cfg)
+	r, err := New(socketClient(o.Socket), q, cfg)
 	if err == nil {
 		err = r.Start(context.Background())
 	}
 	if err != nil {
 		fatal(err)
 	}
-	return r, o
+	return r, q, o
 }
 
 // childFetcher works off a list, and writes down what it has done before it says so to Redis.
 func childFetcher() {
-	q := NewListQueue(os.Getenv("RECOVERY_TEST_LIST"))
-	r, o := child(fast(), q)
+	endWithStdin()
+	r, q, o := listChild(fast())
 	f, err := os.OpenFile(o.Ledger, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		fatal(err)
@@ -70,7 +63,7 @@ func childFetcher() {
 
 // childSweeper sweeps, from when it is told to, until it is killed.
 func childSweeper() {
-	r, _ := child(slowSweeps(), NewListQueue(os.Getenv("RECOVERY_TEST_LIST")))
+	r, _, _ := listChild(slowSweeps())
 	fmt.Println("ready")
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
 		fmt.Println("sweeping")
@@ -91,19 +84,7 @@ func slowSweeps() Config {
 // spawn starts a child of a kind.
 func (w *world) spawn(kind, list, ledger string) *process {
 	w.t.Helper()
-	text, err := json.Marshal(orders{Socket: w.socket(), NS: w.ns, Name: kind, Ledger: ledger})
-	require.NoError(w.t, err)
-	p := &process{t: w.t, cmd: exec.Command(os.Args[0])}
-	p.cmd.Env = append(os.Environ(), childEnv+"="+kind, ordersEnv+"="+string(text), "RECOVERY_TEST_LIST="+list)
-	p.cmd.Stderr = os.Stderr
-	p.in, err = p.cmd.StdinPipe()
-	require.NoError(w.t, err)
-	out, err := p.cmd.StdoutPipe()
-	require.NoError(w.t, err)
-	p.out = bufio.NewScanner(out)
-	require.NoError(w.t, p.cmd.Start())
-	w.t.Cleanup(func() { _ = p.cmd.Process.Kill(); _ = p.cmd.Wait() })
-	return p
+	return startChild(w.t, kind, kind, orders{Socket: w.socket(), NS: w.ns, Name: kind, Ledger: ledger, List: list})
 }
 
 func readLines(t *testing.T, path string) map[string]int {
@@ -267,7 +248,8 @@ func TestFetch_idle(t *testing.T) {
 		require.NoError(t, err)
 		return n
 	}
-	sleep(bg, time.Second) // the first sweep of a new worker
+	m.endSweeps()
+	<-m.sweepEnded
 	before := commands()
 	sleep(bg, 10*time.Second)
 	assert.Equal(t, 1, commands()-before, "but for the one that asks")
@@ -299,4 +281,43 @@ func TestFetch_redisCLI(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []string{"by hand", "two"}, payloads(leases))
 	doneWith(t, leases)
+}
+
+// A worker that waits for a list is frozen, and Redis, which can't know, moves the next element for it. A peer that waits, too, is not told of it,
+// but the next sweep puts it first in line.
+func TestFetch_frozenWhileItWaits(t *testing.T) {
+	t.Parallel()
+	s := startServer(t)
+	w := onSocket(t, s.socket)
+	list, ledger := "jobs", filepath.Join(t.TempDir(), "done")
+	q := NewListQueue(list)
+	frozen := startChild(t, "fetcher", "fetcher", orders{Socket: s.socket, NS: w.ns, Name: "frozen", Ledger: ledger, List: list})
+	frozen.expect("ready")
+	w.eventually(func() bool { return strings.Contains(w.raw.Info(bg, "clients").Val(), "blocked_clients:1") }, "it waits")
+	frozen.signal(syscall.SIGSTOP)
+	survivor := w.join("survivor", fast(), into(q))
+	got := make(chan string, 1)
+	go func() {
+		if leases, err := survivor.Fetch(bg, q, 1); assert.NoError(t, err) {
+			assert.NoError(t, leases[0].Done())
+			got <- string(leases[0].Job().Payload)
+		}
+	}()
+	w.eventually(func() bool { return strings.Contains(w.raw.Info(bg, "clients").Val(), "blocked_clients:2") }, "and so does its peer, behind it")
+	w.push(list, "job")
+	select {
+	case job := <-got:
+		assert.Equal(t, "job", job)
+	case <-time.After(20 * time.Second):
+		t.Fatal("nobody has the job")
+	}
+	frozen.signal(syscall.SIGCONT)
+	w.push(list, "next")
+	w.eventually(func() bool { return strings.Contains(fileText(ledger), "next") }, "it goes on")
+	assert.Equal(t, map[string]int{"next": 1}, readLines(t, ledger))
+}
+
+func fileText(path string) string {
+	text, _ := os.ReadFile(path)
+	return string(text)
 }

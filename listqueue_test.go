@@ -907,3 +907,53 @@ func TestSidekiq_handBackEntersTheQueue(t *testing.T) {
 		})
 	}
 }
+
+// named is a format with a name and a place for a checkpoint: "id|checkpoint".
+type named struct{}
+
+func (named) Decode(e []byte) (Job, error) {
+	id, checkpoint, ok := strings.Cut(string(e), "|")
+	job := Job{ID: id, Payload: []byte("payload of " + id)}
+	if ok {
+		job.Checkpoint = []byte(checkpoint)
+	}
+	return job, nil
+}
+
+func (named) Encode(o Orphan) ([]byte, error) {
+	return []byte(o.ID + "|" + string(o.Checkpoint)), nil
+}
+
+// A letter of a fetched job has the name that its format gave it, so that Requeue forgets the right crashes, and takes the checkpoint along.
+func TestListQueue_requeueWithFormat(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs", ElementFormat(named{}))
+		m := w.join("a", Config{MaxRecoveries: 1}, into(q))
+		runs := 0
+		ended := working(m, bg, q, 1, func(ctx context.Context, l *Lease) error {
+			runs++
+			if runs > 2 {
+				assert.Equal(t, "page 2", string(l.Job().Checkpoint))
+				return nil
+			}
+			require.NoError(t, l.Checkpoint(ctx, fmt.Append(nil, "page ", runs)))
+			panic("on purpose")
+		})
+		w.push("jobs", "order-7")
+		time.Sleep(time.Minute)
+		inspector := NewInspector(w.raw, w.ns)
+		letters, err := inspector.DeadLetters(bg, 0, 10)
+		require.NoError(t, err)
+		require.Len(t, letters, 1)
+		assert.Equal(t, "order-7", letters[0].ID)
+		assert.Equal(t, "jobs", letters[0].Queue)
+		assert.Equal(t, "page 2", string(letters[0].Checkpoint))
+		assert.Len(t, letters[0].Crashes, 2)
+		require.NoError(t, inspector.Requeue(bg, letters[0].Key, q))
+		assert.EqualValues(t, 0, w.raw.Exists(bg, m.keys.crashes("order-7")).Val(), "it has all its recoveries again")
+		time.Sleep(time.Minute)
+		assert.Equal(t, 3, runs)
+		require.NoError(t, m.Stop(bg))
+		<-ended
+	})
+}

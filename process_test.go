@@ -32,7 +32,8 @@ type orders struct {
 	Panic            bool     // run the first job in Do, and panic in it
 	Stop             bool     // when told "stop": Stop at once, with jobs running
 	Backoff          time.Duration
-	Ledger           string // file to which the Enqueuer appends a line a call, fsynced
+	Ledger           string // file to which the Enqueuer appends a line a call, fsynced; or the handler of a fetcher
+	List             string // of a fetcher or a sweeper
 }
 
 const ordersEnv = "RECOVERY_TEST_ORDERS"
@@ -41,11 +42,12 @@ func init() { children["worker"] = childWorker }
 
 // process is a worker process as its test sees it.
 type process struct {
-	t   *testing.T
-	cmd *exec.Cmd
-	in  io.WriteCloser
-	out *bufio.Scanner
-	err *bytes.Buffer
+	t    *testing.T
+	name string
+	cmd  *exec.Cmd
+	in   io.WriteCloser
+	out  *bufio.Scanner
+	err  *bytes.Buffer
 }
 
 func (w *world) socket() string { return sharedServer.s.socket }
@@ -57,19 +59,20 @@ func (w *world) fork(o orders) *process {
 	if o.Socket == "" {
 		o.Socket = w.socket()
 	}
-	p := start(w.t, o)
+	p := startChild(w.t, "worker", o.Name, o)
 	if o.Kill == "" || !strings.Contains(o.Kill, "join") && !strings.Contains(o.Kill, "sadd") && !strings.Contains(o.Kill, "commit") {
 		p.expect("ready")
 	}
 	return p
 }
 
-func start(t *testing.T, o orders) *process {
+// startChild runs the test binary as a process of a kind, with its orders.
+func startChild(t *testing.T, kind, name string, orders any) *process {
 	t.Helper()
-	text, err := json.Marshal(o)
+	text, err := json.Marshal(orders)
 	require.NoError(t, err)
-	p := &process{t: t, cmd: exec.Command(os.Args[0]), err: &bytes.Buffer{}}
-	p.cmd.Env = append(os.Environ(), childEnv+"=worker", ordersEnv+"="+string(text))
+	p := &process{t: t, name: name, cmd: exec.Command(os.Args[0]), err: &bytes.Buffer{}}
+	p.cmd.Env = append(os.Environ(), childEnv+"="+kind, ordersEnv+"="+string(text))
 	p.cmd.Stderr = p.err
 	p.in, err = p.cmd.StdinPipe()
 	require.NoError(t, err)
@@ -80,11 +83,33 @@ func start(t *testing.T, o orders) *process {
 	t.Cleanup(func() {
 		_ = p.cmd.Process.Kill()
 		_ = p.cmd.Wait()
-		if t.Failed() {
-			t.Logf("process %s:\n%s", o.Name, p.err)
+		if t.Failed() && p.err.Len() > 0 {
+			t.Logf("process %s:\n%s", name, p.err)
 		}
 	})
 	return p
+}
+
+// readOrders is how a process learns what to do.
+func readOrders(o any) {
+	if err := json.Unmarshal([]byte(os.Getenv(ordersEnv)), o); err != nil {
+		fatal(err)
+	}
+}
+
+// endWithStdin is for processes that read nothing else from it: none outlives its test.
+func endWithStdin() {
+	go func() {
+		_, _ = io.Copy(io.Discard, os.Stdin)
+		os.Exit(0)
+	}()
+}
+
+// socketClient is a client of the server at a unix socket.
+func socketClient(socket string) *redis.Client {
+	return redis.NewClient(&redis.Options{Addr: "127.0.0.1:6379", Dialer: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "unix", socket)
+	}})
 }
 
 func (p *process) expect(prefix string) string {
@@ -145,10 +170,13 @@ func ledgerEnqueuer(path string) EnqueuerFunc {
 }
 
 // killer kills its own process right before or after a call.
-type killer struct{ before, after string }
+type killer struct {
+	before, after string
+	reached       func() // dieHere, or what comes to it
+}
 
 func newKiller(where string) *killer {
-	k := &killer{}
+	k := &killer{reached: dieHere}
 	if name, ok := strings.CutPrefix(where, "before "); ok {
 		k.before = name
 	} else if name, ok := strings.CutPrefix(where, "after "); ok {
@@ -165,16 +193,31 @@ func dieHere() {
 func (k *killer) around(cmds []redis.Cmder, next func() error) error {
 	for _, c := range cmds {
 		if nameOf(c) == k.before {
-			dieHere()
+			k.reached()
+			break
 		}
 	}
 	err := next()
 	for _, c := range cmds {
 		if nameOf(c) == k.after && !isNoScript(c.Err()) && !isNoScript(err) && (k.after != "claim" || tookLeases(c)) {
-			dieHere()
+			k.reached()
+			break
 		}
 	}
 	return err
+}
+
+// callback is a failpoint around code of the user.
+func (k *killer) callback(name string, f func() error) error {
+	if k.before == name {
+		k.reached()
+	}
+	defer func() { // also if it panics
+		if k.after == name {
+			k.reached()
+		}
+	}()
+	return f()
 }
 
 // tookLeases tells a claim that took something from one that only suspected.
@@ -200,12 +243,8 @@ func (k *killer) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proce
 // childWorker is the process.
 func childWorker() {
 	var o orders
-	if err := json.Unmarshal([]byte(os.Getenv(ordersEnv)), &o); err != nil {
-		fatal(err)
-	}
-	rdb := redis.NewClient(&redis.Options{Addr: "127.0.0.1:6379", Dialer: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", o.Socket)
-	}})
+	readOrders(&o)
+	rdb := socketClient(o.Socket)
 	k := newKiller(o.Kill)
 	rdb.AddHook(k)
 	enq := ledgerEnqueuer(o.Ledger)
@@ -215,14 +254,7 @@ func childWorker() {
 		cfg.Backoff = func(int) time.Duration { return o.Backoff }
 	}
 	r, err := New(rdb, EnqueuerFunc(func(ctx context.Context, or Orphan) error {
-		if k.before == "enqueue" {
-			dieHere()
-		}
-		err := enq(ctx, or)
-		if k.after == "enqueue" {
-			dieHere()
-		}
-		return err
+		return k.callback("enqueue", func() error { return enq(ctx, or) })
 	}), cfg)
 	if err == nil {
 		err = r.Start(context.Background())

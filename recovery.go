@@ -67,7 +67,6 @@ type Recoverer struct {
 	current  atomic.Pointer[incarnation]
 	accepted acceptedKeys
 	known    sync.Map    // lists by key: *ListQueue
-	fetching sync.Map    // lists that this worker has waited for: entries of the registry of queues
 	owes     atomic.Bool // leases that this worker gave up wait in its own claims
 	apart    sync.Map    // lists that are known to be in another slot than the workers
 	waits    *waits
@@ -232,8 +231,8 @@ func (r *Recoverer) WorkerID() string {
 	return ""
 }
 
-// Check returns nil if this worker can vouch for its jobs, and otherwise why it can't. It does not ask Redis; it is made for
-// liveness and readiness probes.
+// Check returns nil if this worker can vouch for its jobs, and otherwise why it can't. It does not ask Redis. It is made for
+// readiness probes; a liveness probe that heeds it restarts the whole fleet when Redis is away for OrphanThreshold.
 func (r *Recoverer) Check() error {
 	if s := r.State(); s == StateNew || s == StateStopped {
 		return fmt.Errorf("%w: state is %v", ErrNotRunning, s)

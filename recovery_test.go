@@ -179,7 +179,7 @@ func TestSweeper_dies(t *testing.T) {
 		"AfterForget":      {"after forget", false},
 		"BeforeRetire":     {"before srem", false},
 		"BeforeClaim":      {"before claim", false},
-		"AfterCount":       {"after zcount", false},
+		"AfterCount":       {"after count", false},
 		"AfterLock":        {"after lock", false},
 		"BetweenLockAndIt": {"before sscan", false},
 	} {

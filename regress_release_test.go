@@ -138,7 +138,7 @@ func TestRegress_backoffAfterFailedCount(t *testing.T) {
 		a := w.join("a", Config{})
 		b := w.join("b", Config{Backoff: func(int) time.Duration { return time.Hour }})
 		w.track(a, "job")
-		b.faults.add(&fault{mode: failBefore, on: "zcount"})
+		b.faults.add(&fault{mode: failBefore, on: "count"})
 		a.crash()
 		time.Sleep(30 * time.Minute)
 		assert.Empty(t, b.enq.ids(), "Backoff says an hour")

@@ -115,3 +115,38 @@ func TestRegress_awayForTooLong(t *testing.T) {
 		assert.ErrorIs(t, ls[1].Done(), ErrLost, "not done")
 	})
 }
+
+// A zombie that comes back while a peer hands its job back must leave it to the peer.
+func TestRegress_zombieDuringHandBack(t *testing.T) {
+	inBubble(t, func(w *world) {
+		a, b := w.join("a", Config{}), w.join("b", Config{})
+		w.track(a, "job")
+		slowly := func(context.Context, Orphan) error { time.Sleep(8 * time.Second); return nil } // EnqueueTimeout is 10 s
+		a.enq.set(slowly)
+		b.enq.set(slowly)
+		a.faults.add(&fault{mode: failBefore, times: -1})
+		for len(b.enq.called()) == 0 {
+			time.Sleep(10 * time.Millisecond)
+		}
+		a.faults.clear()
+		time.Sleep(time.Minute)
+		assert.Len(t, append(a.enq.called(), b.enq.called()...), 1, "nobody died, nobody refused: one call")
+	})
+}
+
+// An error of a hand-back that outlasts its pass was logged nowhere; and one Enqueue was announced as many hand-backs.
+func TestRegress_errorsAfterThePass(t *testing.T) {
+	inBubble(t, func(w *world) {
+		a, b := w.join("a", Config{}), w.join("b", Config{})
+		w.loadScripts()
+		w.track(a, "job")
+		b.enq.set(func(context.Context, Orphan) error { time.Sleep(8 * time.Second); return nil })
+		b.faults.add(&fault{mode: failBefore, on: "forget", times: -1})
+		a.crash()
+		time.Sleep(35 * time.Second)
+		require.Equal(t, 1, b.faults.count("forget"))
+		assert.Contains(t, w.logs.String(), "sweep failed in part")
+		time.Sleep(5 * time.Minute)
+		assert.EqualValues(t, len(b.enq.called()), b.Stats().HandedBack)
+	})
+}

@@ -90,7 +90,8 @@ func (r *Recoverer) save(ctx context.Context, home *incarnation, member string, 
 
 // Release gives the job back at once, through the Enqueuer, with Reason Released; it does not count as a crash. nil: the job is the Enqueuer's,
 // and the lease is lost. If the Enqueuer refuses, its error is returned and the lease is as before: go on with the job, or try again. ErrLost:
-// the job was, or is going to be, handed back by somebody else. It blocks for some round trips and the Enqueuer.
+// the job was, or is going to be, handed back by somebody else; or, with the Enqueuer's error, it was refused for good (Permanent) and is a dead
+// letter now. It blocks for some round trips and the Enqueuer.
 func (l *Lease) Release() error {
 	l.lockSettled()
 	if l.state != leaseActive {
@@ -141,16 +142,16 @@ const (
 func (r *Recoverer) release(l *Lease) (releaseOutcome, error) {
 	l.home.count(func(t *tally) { t.doneSent++ })
 	g := giveUp{lease: l, reason: Released}
-	start, err := r.takeOut(r.hard, g)
+	taken, err := r.takeOut(r.hard, g)
 	if err != nil {
 		// Unknown: perhaps in the claims. It is handed back in any case, so it must not be run on.
 		return releasePending, errors.Join(err, ErrLost)
 	}
-	if start == 0 {
+	if taken.start == 0 {
 		l.home.count(func(t *tally) { t.doneAcked++ })
 		return releaseGone, ErrLost
 	}
-	c := r.ownClaim(g, start)
+	c := r.ownClaim(g, taken)
 	o := r.decode(c, &c.leases[0])
 	r.countCrashes(r.hard, c.now, []*orphan{o})
 	if o.fate == fateEnqueue && o.grave == "" {
@@ -167,13 +168,19 @@ func (r *Recoverer) release(l *Lease) (releaseOutcome, error) {
 			r.owes.Store(true) // the Enqueuer has it, but its record is still there
 		}
 		return releaseGone, nil
-	case errors.Is(o.err, errEnqueueTimeout), r.list != nil && !isAnswer(o.err):
+	case o.fate == fateBury: // it will never take it back
+		if err := r.conclude(r.hard, c, []*orphan{o}, &handed{}); err != nil {
+			return releasePending, errors.Join(o.err, err, ErrLost)
+		}
+		l.home.count(func(t *tally) { t.doneAcked++ })
+		return releaseGone, errors.Join(o.err, ErrLost)
+	case errors.Is(o.err, errEnqueueTimeout), o.sent && !isAnswer(o.err):
 		// It may have taken the job and still be about to say so: the holder must not go on with it. The claim offers it again, with
 		// the same Key.
 		err := r.conclude(r.hard, c, []*orphan{o}, &handed{})
 		return releasePending, errors.Join(o.err, err, ErrLost)
 	}
-	if back, err := r.untake(l, start); err != nil || !back {
+	if back, err := r.untake(l, taken.start); err != nil || !back {
 		return releasePending, errors.Join(o.err, err, ErrLost)
 	}
 	l.home.count(func(t *tally) { t.doneSent-- })

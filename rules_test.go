@@ -260,7 +260,7 @@ func TestRules_release(t *testing.T) {
 }
 
 func TestRules_releaseFaults(t *testing.T) {
-	for _, call := range []string{"take", "untake", "forget", "zcount"} {
+	for _, call := range []string{"take", "untake", "forget", "count"} {
 		for name, mode := range map[string]faultMode{"before": failBefore, "reply lost": loseReply, "hangs": hang} {
 			t.Run(call+" "+name, func(t *testing.T) {
 				inBubble(t, func(w *world) {
@@ -668,4 +668,57 @@ func property(w *world, rnd *rand.Rand) {
 	for lease, f := range fate {
 		assert.Len(w.t, f, 1, "%s: exactly one", lease)
 	}
+}
+
+// An Enqueuer that says never to a Release makes it a dead letter, whichever way it is called.
+func TestRules_releaseRefusedForGood(t *testing.T) {
+	for name, opt := range map[string]func(*member){
+		"Enqueuer": func(m *member) {
+			m.enq.set(func(context.Context, Orphan) error { return Permanent(errors.New("never")) })
+		},
+		"ListQueue": into(NewListQueue("jobs", ElementFormat(stubborn{}))),
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(w *world) {
+				m := w.join("a", Config{}, opt)
+				l := w.track(m, "job")[0]
+				err := l.Release()
+				assert.ErrorIs(t, err, ErrLost)
+				assert.ErrorContains(t, err, "never")
+				assert.ErrorIs(t, l.Done(), ErrLost)
+				letters, err := NewInspector(w.raw, w.ns).DeadLetters(bg, 0, 10)
+				require.NoError(t, err)
+				require.Len(t, letters, 1)
+				assert.Equal(t, "job", letters[0].ID)
+				assert.EqualValues(t, 1, m.Stats().Buried)
+				time.Sleep(5 * time.Minute)
+				assert.EqualValues(t, 1, m.Stats().Buried, "once")
+				assert.Zero(t, m.Stats().Inflight)
+				require.NoError(t, m.Stop(bg))
+			})
+		})
+	}
+}
+
+// stubborn takes nothing back.
+type stubborn struct{ payloadFormat }
+
+func (stubborn) Encode(Orphan) ([]byte, error) { return nil, Permanent(errors.New("never")) }
+
+// moody does not take it back today.
+type moody struct{ payloadFormat }
+
+func (moody) Encode(Orphan) ([]byte, error) { return nil, errors.New("not today") }
+
+// A format that can't write the job refuses as any Enqueuer does: nothing was sent, so the lease is as before.
+func TestRules_releaseNotEncoded(t *testing.T) {
+	inBubble(t, func(w *world) {
+		m := w.join("a", Config{}, into(NewListQueue("jobs", ElementFormat(moody{}))))
+		l := w.track(m, "job")[0]
+		err := l.Release()
+		assert.ErrorContains(t, err, "not today")
+		assert.NotErrorIs(t, err, ErrLost)
+		require.NoError(t, l.Confirm(bg))
+		require.NoError(t, l.Done())
+	})
 }

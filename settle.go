@@ -47,20 +47,18 @@ func (c *committer) refusal(ctx context.Context, b *batch, start int64) error {
 	if start == trackedBefore {
 		return ErrLost
 	}
+	var leases []*Lease
 	for _, o := range b.ops {
-		if o.kind != opTrack && o.kind != opRetrack {
-			continue
-		}
-		if err := c.traces(ctx, o, nil); err != nil {
-			return err
+		if o.kind == opTrack || o.kind == opRetrack {
+			leases = append(leases, o.leases...)
 		}
 	}
-	return &notLiveError{absent: start == sessionAbsent}
+	return c.traces(ctx, leases, &notLiveError{absent: start == sessionAbsent})
 }
 
-// traces looks whether Redis knows anything of the leases of a Track under a session that has ended: then they are the peers'. Else it answers none.
-func (c *committer) traces(ctx context.Context, o *op, none error) error {
-	_, places, err := c.r.where(ctx, c.inc, spots(o.leases)...)
+// traces looks whether Redis knows anything of leases that were tracked under a session that has ended: then they are the peers'. Else it answers none.
+func (c *committer) traces(ctx context.Context, leases []*Lease, none error) error {
+	_, places, err := c.r.where(ctx, c.inc, spots(leases)...)
 	if err != nil {
 		return &unprovenError{err}
 	}
@@ -138,7 +136,7 @@ func (c *committer) settleTrack(ctx context.Context, l *lane, o *op, err error, 
 		if err = c.inc.confirm(o.leases, start); isNotLive(err) {
 			// Recorded, and the incarnation has ended since because its session was lost. If only that key was lost, the record is there, and a peer will
 			// hand it back.
-			err = c.traces(ctx, o, err)
+			err = c.traces(ctx, o.leases, err)
 		}
 	}
 	var unproven *unprovenError

@@ -310,7 +310,7 @@ func TestDo_panicDies(t *testing.T) {
 			t.Parallel()
 			w := onReal(t)
 			book := ledger(t)
-			start(t, orders{Socket: w.socket(), NS: w.ns, Name: "dead", Jobs: []string{"job"}, Panic: true, Kill: kill, Ledger: book}).died()
+			startChild(t, "worker", "dead", orders{Socket: w.socket(), NS: w.ns, Name: "dead", Jobs: []string{"job"}, Panic: true, Kill: kill, Ledger: book}).died()
 			peer := w.join("peer", fast())
 			peer.enq.set(ledgerEnqueuer(book))
 			w.eventually(func() bool { return len(w.workers()) == 1 }, "retired")

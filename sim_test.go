@@ -612,7 +612,7 @@ func (s *sim) pause(x *simWorker) {
 
 // simSteps are the names of what can go wrong, as nameOf gives them.
 var simSteps = []string{"commit", "commit", "beat", "join", "claim", "claim", "forget", "forget", "postpone", "take", "take", "untake", "where", "checkpoint",
-	"fetch", "fetch", "deliver", "deliver", "restore", "lock", "unlock", "leave", "sadd", "srem", "zadd", "bury", "count", ""}
+	"fetch", "fetch", "deliver", "deliver", "restore", "records", "forget", "lock", "unlock", "leave", "sadd", "srem", "zadd", "bury", "count", ""}
 
 // simHands are those at which jobs change hands.
 var simHands = []string{"take", "untake", "forget", "postpone", "claim", "where", "commit", "deliver", "fetch", "leave", "checkpoint", "bury"}

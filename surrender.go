@@ -18,15 +18,26 @@ type giveUp struct {
 // surrender hands back a job that this worker, which lives, will not finish. Its holder is told at once. If Redis or the Enqueuer can't do
 // it now, the next sweeps of this worker go on with it; if the process dies, the peers'.
 func (r *Recoverer) surrender(l *Lease, reason Reason) {
-	if !l.give() {
+	g, ok := r.giveUp(l, reason, true)
+	if !ok {
 		return
+	}
+	if _, err := r.handOver(r.hard, g); err != nil && !errors.Is(err, errInClaims) {
+		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.ID(), "err", err)
+	}
+}
+
+// giveUp takes a lease from its holder, who is told, if there is one; it reports false if the lease has ended already. The lease stays in its
+// incarnation's list until it is out of the index: an audit must not take its record for a stray.
+func (r *Recoverer) giveUp(l *Lease, reason Reason, held bool) (giveUp, bool) {
+	l.lockSettled()
+	if !l.giveLocked(leaseActive, held) {
+		return giveUp{}, false
 	}
 	l.home.count(func(t *tally) { t.doneSent++ })
 	g := giveUp{lease: l, reason: reason}
 	r.keepGiveUp(g)
-	if _, err := r.handOver(r.hard, g); err != nil && !errors.Is(err, errInClaims) {
-		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.ID(), "err", err)
-	}
+	return g, true
 }
 
 func (r *Recoverer) keepGiveUp(g giveUp) {
@@ -105,16 +116,16 @@ func (r *Recoverer) handOver(ctx context.Context, g giveUp) (int, error) {
 	if r.turn(g) == nil {
 		return 0, nil // settled while we waited
 	}
-	start, err := r.takeOut(ctx, g)
+	taken, err := r.takeOut(ctx, g)
 	if err != nil {
 		return 0, err
 	}
-	if start == 0 {
+	if taken.start == 0 {
 		r.settled(g)
 		return 0, nil
 	}
-	h := r.handBack(ctx, r.ownClaim(g, start))
-	if h.handedBack+h.buried == 0 {
+	h := r.handBack(ctx, r.ownClaim(g, taken))
+	if h.handedBack+h.buried+h.forgotten == 0 {
 		return 0, errors.Join(errInClaims, h.err)
 	}
 	if h.err != nil {
@@ -124,56 +135,63 @@ func (r *Recoverer) handOver(ctx context.Context, g giveUp) (int, error) {
 	return h.handedBack, nil
 }
 
-// takeOut moves the lease from the index into the claims. It answers the lease's start, or 0 if somebody else has it.
-func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (int64, error) {
+// taking is what take.lua answered of one lease.
+type taking struct {
+	now   int64 // ms, Redis' clock
+	start int64 // us; 0: somebody else has it
+}
+
+// takeOut moves the lease from the index into the claims.
+func (r *Recoverer) takeOut(ctx context.Context, g giveUp) (taking, error) {
 	at, taken := g.lease.place()
 	home := at.home
 	if !taken { // once: from then on it waits in the claims, for as long as they say
-		start, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
+		t, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (taking, error) {
 			return r.take(ctx, home, at.member, g.reason)
 		})
-		if err != nil || start > 0 {
-			g.lease.setTaken(start > 0, false)
-			return start, err
+		if err != nil || t.start > 0 {
+			g.lease.setTaken(t.start > 0, false)
+			return t, err
 		}
 	}
 	_, places, err := r.where(ctx, home, at)
 	switch {
 	case err != nil:
-		return 0, err
+		return taking{}, err
 	case places[0] == placeUnknown, places[0] == placeNoIndex && !home.closed():
 		g.lease.setTaken(taken, true)
-		return g.lease.Fence(), nil // Redis lost it: this process has the only copy
+		return taking{now: time.Now().UnixMilli(), start: g.lease.Fence()}, nil // Redis lost it: this process has the only copy
 	case places[0] == placeTracked, places[0] == placeNoRecord:
 		g.lease.setTaken(false, false)
-		return 0, errors.New("it was tracked again meanwhile")
+		return taking{}, errors.New("it was tracked again meanwhile")
 	case places[0] == placeClaimed && home == r.current.Load() && !home.closed():
-		return 0, errInClaims // our own claims, which our sweeps look after
+		return taking{}, errInClaims // our own claims, which our sweeps look after
 	}
-	return 0, nil // with a sweeper, or handed back
+	return taking{}, nil // with a sweeper, or handed back
 }
 
 // ownClaim is the claim of a lease that this worker has taken out. Backoff is asked when it was taken from Redis just now, and never for
 // one that only this process knows: there is no claim that could keep the time.
-func (r *Recoverer) ownClaim(g giveUp, start int64) *claim {
-	now := time.Now()
+func (r *Recoverer) ownClaim(g giveUp, t taking) *claim {
 	l := g.lease
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	lease := claimedLease{member: l.member, start: start, reason: g.reason, waited: l.handed, homeless: l.homeless,
+	lease := claimedLease{member: l.member, start: t.start, reason: g.reason, waited: l.handed, homeless: l.homeless,
 		record: l.record, checkpoint: l.checkpoint}
 	l.handed = true
-	return &claim{worker: l.home.id, keys: l.home.keys, until: now.Add(r.tm.claimTTL), now: now.UnixMilli(), leases: []claimedLease{lease}}
+	return &claim{worker: l.home.id, keys: l.home.keys, until: time.Now().Add(r.tm.claimTTL), now: t.now, leases: []claimedLease{lease}}
 }
 
-// take moves one lease from the index into the claims. It answers the lease's start, or 0 if it is not there any more.
-func (r *Recoverer) take(ctx context.Context, home *incarnation, member string, reason Reason) (int64, error) {
+// take moves one lease from the index into the claims.
+func (r *Recoverer) take(ctx context.Context, home *incarnation, member string, reason Reason) (taking, error) {
 	keys := []string{home.keys.inflight, home.keys.jobs, home.keys.claims}
 	a := readReplies(takeScript.Run(ctx, r.rdb, keys, ms(r.tm.claimTTL), reason.String(), member))
+	t := taking{now: a.int()}
 	if len(a.values) == 1 && a.values[0] == nil {
-		return 0, nil
+		return t, nil
 	}
-	return a.int(), a.err
+	t.start = a.int()
+	return t, a.err
 }
 
 // resumeOwn goes on with leases that this worker itself gave up and could not hand back yet. While it lives, no peer does. It does not

@@ -52,6 +52,7 @@ type pass struct {
 	report SweepReport
 	watch  map[string]time.Time
 	errs   []error
+	over   bool // its result was asked for
 }
 
 // recoverers is how many workers one pass recovers at a time.
@@ -72,9 +73,7 @@ func (s *sweeper) run(ctx context.Context) {
 // step makes a pass, or a look at single workers, if this worker is the one to do it. It says when to come again.
 func (s *sweeper) step(ctx context.Context) time.Duration {
 	_, err := s.sweepOnce(ctx, false)
-	if err != nil && ctx.Err() == nil {
-		s.r.log.Error("recovery: sweep failed in part", "worker", s.r.WorkerID(), "err", err)
-	}
+	s.tellFailed(ctx, err)
 	now := time.Now()
 	next := s.nextPass
 	for _, t := range s.watch {
@@ -86,10 +85,14 @@ func (s *sweeper) step(ctx context.Context) time.Duration {
 	return max(next.Sub(now), s.r.cfg.SweepInterval/20, time.Millisecond) + 2*time.Millisecond
 }
 
+func (s *sweeper) newPass(ctx context.Context) *pass {
+	return &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time), places: make(chan struct{}, recoverers)}
+}
+
 // sweepOnce makes a pass, if one is due and nobody else is at it; else it looks at those that are watched. now makes it a pass.
 func (s *sweeper) sweepOnce(ctx context.Context, now bool) (SweepReport, error) {
 	began := time.Now()
-	p := &pass{sweeper: s, ctx: ctx, watch: make(map[string]time.Time), places: make(chan struct{}, recoverers)}
+	p := s.newPass(ctx)
 	p.resumeOwn()
 	if !now && began.Before(s.nextPass) {
 		// A look needs no lock. It must not even touch it: others who find it renewed would put off their passes, and with two who watch there would be
@@ -145,6 +148,7 @@ func (p *pass) end(began time.Time) (SweepReport, error) {
 func (p *pass) result() (SweepReport, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.over = true
 	return p.report, errors.Join(p.errs...)
 }
 
@@ -287,106 +291,19 @@ func (p *pass) count(f func(*SweepReport)) {
 	f(&p.report)
 }
 
+// fail keeps an error for the end of the pass. One that comes later is told at once: nobody would ask for it.
 func (p *pass) fail(err error) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	over := p.over
 	p.errs = append(p.errs, err)
-}
-
-// recoverWorker claims a dead worker's leases, page by page, until there is nothing to do now. While one page is handed back, the next is
-// being claimed.
-func (p *pass) recoverWorker(id string) {
-	c, err := p.r.claim(p.ctx, id, false)
-	for progress := true; ; {
-		if err != nil {
-			p.fail(err)
-			return
-		}
-		if p.tellVerdict(id, c); c.verdict != verdictDead {
-			p.leave(id, c)
-			return
-		}
-		var next func() (*claim, error)
-		if progress && len(c.leases) >= claimLeases/2 { // there are more, most likely
-			next = p.claimSoon(id)
-		}
-		progress = p.handBack(c)
-		c = nil
-		if next != nil {
-			// What it claimed must be offered. That it claimed nothing may be because these were not yet handed back.
-			if n, err := next(); err == nil && n.verdict == verdictDead {
-				c = n
-			}
-		}
-		if c == nil {
-			if !progress || p.ctx.Err() != nil {
-				return // what was refused, and falls due again meanwhile, is for the next pass
-			}
-			c, err = p.r.claim(p.ctx, id, false)
-		}
+	p.mu.Unlock()
+	if over {
+		p.tellFailed(p.ctx, err)
 	}
 }
 
-// leave is for a worker of which nothing is to be claimed now.
-func (p *pass) leave(id string, c *claim) {
-	if c.verdict != verdictEmpty {
-		p.watchFor(id, c.wait)
-		return
+func (s *sweeper) tellFailed(ctx context.Context, err error) {
+	if err != nil && ctx.Err() == nil {
+		s.r.log.Error("recovery: sweep failed in part", "worker", s.r.WorkerID(), "err", err)
 	}
-	if err := p.r.deregister(p.ctx, id); err != nil {
-		p.fail(err)
-		return
-	}
-	p.count(func(s *SweepReport) { s.Retired++ })
-}
-
-// claimSoon begins a claim, and answers how to wait for it.
-func (p *pass) claimSoon(id string) func() (*claim, error) {
-	var c *claim
-	var err error
-	done := make(chan struct{})
-	p.r.group.spawn(func() {
-		defer close(done)
-		c, err = p.r.claim(p.ctx, id, false)
-	})
-	return func() (*claim, error) {
-		<-done
-		return c, err
-	}
-}
-
-func (p *pass) tellVerdict(id string, c *claim) {
-	log := p.r.log
-	if c.damaged > 0 {
-		log.Error("recovery: keys of the wrong type were put aside", "worker", id, "keys", c.damaged, "aside", p.r.keys.worker(id).damaged)
-	}
-	switch {
-	case c.verdict == verdictAlive:
-		p.count(func(s *SweepReport) { s.Alive++ })
-	case c.verdict == verdictSuspect:
-		p.count(func(s *SweepReport) { s.Suspected++ })
-		if c.news {
-			p.r.counts.suspected.Add(1)
-			log.Warn("recovery: worker suspected dead", "worker", id, "wait", c.wait, "by", p.r.WorkerID())
-			emit(log, p.r.cfg.Events.Suspected, SuspectedInfo{Worker: id, Wait: c.wait})
-		}
-	case c.news:
-		p.count(func(s *SweepReport) { s.Fenced++ })
-		p.r.counts.fencedPeers.Add(1)
-		log.Warn("recovery: worker declared dead", "worker", id, "by", p.r.WorkerID())
-	}
-}
-
-// handBack reports whether there was progress.
-func (p *pass) handBack(c *claim) bool {
-	h := p.r.handBack(p.ctx, c)
-	p.count(func(s *SweepReport) {
-		s.HandedBack += h.handedBack
-		s.Postponed += h.postponed
-		s.Buried += h.buried
-		if h.err != nil {
-			p.errs = append(p.errs, h.err)
-		}
-	})
-	return h.handedBack+h.buried > 0 || len(c.leases) == 0
 }

@@ -7,7 +7,8 @@ import (
 )
 
 // Track records that this worker runs job. When it returns nil error, the job ends in exactly one of: Done, the
-// Enqueuer, the dead letters. It blocks for a round trip, at most until ctx ends; the lease's Context descends from ctx.
+// Enqueuer, the dead letters. It blocks for a round trip, at most until ctx ends; the lease's Context descends from ctx, so do not give
+// it one that ends before the job does, such as that of an HTTP request which is answered meanwhile.
 //
 // On an error the caller still has the job, and nothing is left that would run it twice, except with ErrLost: then the job was
 // recorded and is being handed back, and the caller must drop it. If Redis' answer was lost, the record is removed as soon as

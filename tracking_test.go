@@ -60,9 +60,6 @@ func TestTrack_payloadByteForByte(t *testing.T) {
 			require.NoError(t, err)
 		}
 		a.crash()
-		if w.mini != nil {
-			time.Sleep(time.Second)
-		}
 		w.eventually(func() bool { return len(b.enq.accepted()) == 3 }, "all are handed back")
 		for _, o := range b.enq.accepted() {
 			id := strings.TrimSuffix(o.ID, string(all))

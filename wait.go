@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -23,6 +24,7 @@ type waits struct {
 
 	mu     sync.Mutex // guards what follows
 	moves  map[string]*move
+	waited []*ListQueue          // what this worker has waited for, and has in the registry of queues
 	client redis.UniversalClient // made for the first wait
 	own    bool                  // client is ours to close
 	closed bool
@@ -63,7 +65,7 @@ func (w *waits) wait(ctx context.Context, inc *incarnation, lists []*ListQueue) 
 	case <-w.r.serving.Done():
 		err = fmt.Errorf("%w: state is %v", ErrNotRunning, w.r.State())
 	case <-inc.ended:
-		err = fmt.Errorf("%w: this worker was declared dead while it waited, and took nothing", ErrLost)
+		err = fmt.Errorf("%w: this worker was declared dead while it waited, and took nothing: call Fetch again", ErrLost)
 	}
 	w.leave(me)
 	select {
@@ -210,55 +212,63 @@ func putArrivalsBack(ctx context.Context, rdb redis.Scripter, arrived, queue, si
 	return nil
 }
 
-// The registry of queues tells a sweep whose arrivals to look at. A member is the consumers' end, a colon, and the list's key.
+// The registry of queues tells a sweep whose arrivals to look at. A member is the consumers' end, a colon, and the list's key. Its score is 0
+// when somebody waits for the list, as every beat says again, and becomes Redis' time when a sweep comes by.
 
 func queueEntry(q *ListQueue) string { return q.side + ":" + q.key }
 
 // register enters lists, as every beat does from then on.
 func (w *waits) register(ctx context.Context, lists []*ListQueue) error {
 	r := w.r
-	var fresh []redis.Z
+	var fresh []*ListQueue
+	known := w.lists()
 	for _, q := range lists {
-		if _, ok := r.fetching.Load(queueEntry(q)); !ok {
-			fresh = append(fresh, redis.Z{Score: float64(time.Now().UnixMilli()), Member: queueEntry(q)})
+		if !slices.ContainsFunc(known, func(k *ListQueue) bool { return k.key == q.key }) {
+			fresh = append(fresh, q)
 		}
 	}
 	if len(fresh) == 0 {
 		return nil
 	}
 	_, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) (int64, error) {
-		return r.rdb.ZAdd(ctx, r.keys.queues(), fresh...).Result()
+		return r.rdb.ZAdd(ctx, r.keys.queues(), queueEntries(fresh)...).Result()
 	})
 	if err != nil {
-		return fmt.Errorf("register queues: %w", err)
+		return fmt.Errorf("register queues %s: %w", queueNames(fresh), err)
 	}
-	for _, z := range fresh {
-		r.fetching.Store(z.Member, true)
-	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.waited = append(w.waited, fresh...) // twice, if two come at once: no harm
 	return nil
 }
 
-// entries are the lists that this worker has waited for.
-func (w *waits) entries(now time.Time) (all []redis.Z) {
-	w.r.fetching.Range(func(entry, _ any) bool {
-		all = append(all, redis.Z{Score: float64(now.UnixMilli()), Member: entry})
-		return true
-	})
-	return all
-}
-
 // lists are those that this worker has waited for.
-func (w *waits) lists() (all []*ListQueue) {
-	w.r.known.Range(func(_, q any) bool {
-		if _, waited := w.r.fetching.Load(queueEntry(q.(*ListQueue))); waited {
-			all = append(all, q.(*ListQueue))
-		}
-		return true
-	})
+func (w *waits) lists() []*ListQueue {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.waited)
+}
+
+// queueEntries are what says that somebody waits for lists.
+func queueEntries(lists []*ListQueue) []redis.Z {
+	all := make([]redis.Z, len(lists))
+	for i, q := range lists {
+		all[i] = redis.Z{Score: 0, Member: queueEntry(q)}
+	}
 	return all
 }
 
-// arrivals puts back what woke a worker that did not take it. It is part of every pass.
+// queueNames are for people.
+func queueNames(lists []*ListQueue) string {
+	names := make([]string, len(lists))
+	for i, q := range lists {
+		names[i] = strconv.Quote(q.key)
+	}
+	return strings.Join(names, ", ")
+}
+
+// arrivals puts back what woke a worker that did not take it, and forgets queues for which nobody has waited for long. It is part of every
+// pass.
 func (p *pass) arrivals() {
 	r := p.r
 	ctx, cancel := r.limit(p.ctx)
@@ -268,17 +278,25 @@ func (p *pass) arrivals() {
 		p.fail(fmt.Errorf("read the registry of queues: %w", err))
 		return
 	}
-	lengths := make([]*redis.IntCmd, len(queues))
-	if len(queues) > 0 {
-		_, _ = r.rdb.Pipelined(ctx, func(pipe redis.Pipeliner) error {
-			for i, z := range queues {
-				_, key, _ := strings.Cut(z.Member.(string), ":")
-				lengths[i] = pipe.LLen(ctx, r.keys.arrived(key))
-			}
-			return nil
-		}) // each command has its own error
+	if len(queues) == 0 {
+		return
 	}
-	old := float64(time.Now().Add(-r.tm.tombstone).UnixMilli())
+	var clock *redis.TimeCmd
+	lengths := make([]*redis.IntCmd, len(queues))
+	_, _ = r.rdb.Pipelined(ctx, func(pipe redis.Pipeliner) error {
+		clock = pipe.Time(ctx)
+		for i, z := range queues {
+			_, key, _ := strings.Cut(z.Member.(string), ":")
+			lengths[i] = pipe.LLen(ctx, r.keys.arrived(key))
+		}
+		return nil
+	}) // each command has its own error
+	now, err := clock.Result()
+	if err != nil {
+		p.fail(fmt.Errorf("look at arrivals: %w", err))
+		return
+	}
+	var seen []redis.Z
 	for i, z := range queues {
 		side, key, _ := strings.Cut(z.Member.(string), ":")
 		n, err := lengths[i].Result()
@@ -287,11 +305,18 @@ func (p *pass) arrivals() {
 			err = fmt.Errorf("look at arrivals of %q: %w", key, err)
 		case n > 0:
 			err = putArrivalsBack(ctx, r.rdb, r.keys.arrived(key), key, side)
-		case z.Score < old:
+		case z.Score == 0:
+			seen = append(seen, redis.Z{Score: float64(now.UnixMilli()), Member: z.Member})
+		case z.Score < float64(now.Add(-r.tm.tombstone).UnixMilli()):
 			err = r.rdb.ZRem(ctx, r.keys.queues(), z.Member).Err()
 		}
 		if err != nil {
 			p.fail(err)
+		}
+	}
+	if len(seen) > 0 {
+		if err := r.rdb.ZAddXX(ctx, r.keys.queues(), seen...).Err(); err != nil {
+			p.fail(fmt.Errorf("renew the registry of queues: %w", err))
 		}
 	}
 }

@@ -11,7 +11,8 @@ import (
 
 // Work takes jobs from src and runs handler for each, up to concurrency at a time, until ctx ends or the Recoverer drains (Quiet, Stop). Then
 // it takes no more, puts back what it had fetched and not begun, waits for the handlers that run, and returns nil. It returns an error
-// at once if an argument is wrong or the Recoverer is not running; later errors it logs, and goes on.
+// at once if an argument is wrong or the Recoverer is not running; later errors it logs, and goes on. Call Stop beside it, or before the
+// process ends: Work returns when the last handler does, and what Stop took from a handler is not yet handed back then.
 //
 // handler's ctx is the lease's: it is cancelled when the job is lost, and when Stop gives up waiting, but not when ctx ends. After handler has
 // returned, the lease is Done, whatever it returned: an error is logged, and whether the job shall be tried again is handler's to
@@ -29,6 +30,9 @@ func (r *Recoverer) Work(ctx context.Context, src Source, concurrency int, handl
 		err = fmt.Errorf("%w: handler is nil", ErrInvalidConfig)
 	}
 	if s := r.State(); err == nil && s != StateRunning {
+		if ctx.Err() != nil { // told to end before it began
+			return nil
+		}
 		err = fmt.Errorf("%w: state is %v", ErrNotRunning, s)
 	}
 	if err != nil {
@@ -118,7 +122,7 @@ func (p *pool) pause(ctx context.Context, failed int, err error) bool {
 	case errors.Is(err, ErrAtCapacity): // ours may be the next to end, or another's
 		freed, failed = p.freed, 1
 	default:
-		p.r.log.Warn("recovery: could not fetch, will try again", "worker", p.r.WorkerID(), "failed", failed, "err", err)
+		p.r.log.Warn("recovery: could not fetch, will try again", "worker", p.r.WorkerID(), "queues", queueNames(p.lists), "failed", failed, "err", err)
 	}
 	timer := time.NewTimer(shorten(doubled(50*time.Millisecond, p.r.cfg.HeartbeatInterval, failed)))
 	defer timer.Stop()
@@ -202,11 +206,17 @@ func (p *pool) one(l *Lease) {
 	perr := guard(func() { err = p.handler(l.Context(), l) })
 	returned = true
 	if perr != nil {
-		logPanic(p.r.log, "recovery: a handler panicked, its job is handed back", perr)
+		logPanic(p.r.log, "recovery: a handler panicked, its job is handed back", perr,
+			"worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
 		p.r.surrender(l, Panicked)
 		return
 	}
-	if err != nil {
+	switch {
+	case err == nil:
+	case !l.isHeld():
+		p.r.log.Warn("recovery: a handler failed, and its job is not its own any more",
+			"worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "err", err)
+	default:
 		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "err", err)
 	}
 	if l.wantsOut() { // it was refused: nobody else would try again

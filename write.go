@@ -5,6 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"strings"
+	"sync"
+	"time"
 
 	"github.com/redis/go-redis/v9"
 )
@@ -196,15 +199,21 @@ func (r *Recoverer) sendReplicated(ctx context.Context, jobs string, hset, track
 
 // onNode sends what fill queues, and WAIT, in one pipeline to the node of key. fill returns the command whose answer counts.
 func (r *Recoverer) onNode(ctx context.Context, key string, fill func(p redis.Pipeliner, text bool) *redis.Cmd) (*redis.Cmd, error) {
-	text := false
+	text, asking := false, false
+	var node redis.Cmdable // where we were told to go, or nil
 	for attempt := 0; ; attempt++ {
-		node, err := r.nodeOf(ctx, key)
-		if err != nil {
-			return nil, err
+		if node == nil {
+			var err error
+			if node, err = r.nodeOf(ctx, key); err != nil {
+				return nil, err
+			}
 		}
 		var cmd *redis.Cmd
 		var wait *redis.Cmd
-		_, err = node.Pipelined(ctx, func(p redis.Pipeliner) error {
+		_, err := node.Pipelined(ctx, func(p redis.Pipeliner) error {
+			if asking {
+				p.Do(ctx, "ASKING")
+			}
 			cmd = fill(p, text)
 			wait = p.Do(ctx, "WAIT", r.cfg.WaitReplicas, ms(r.tm.call/2))
 			return nil
@@ -222,8 +231,9 @@ func (r *Recoverer) onNode(ctx context.Context, key string, fill func(p redis.Pi
 			return cmd, nil
 		case isNoScript(err) && !text:
 			text = true
-		case redis.HasErrorPrefix(err, "MOVED") && attempt < 3:
-			r.reload(ctx)
+		case (redis.HasErrorPrefix(err, "MOVED") || redis.HasErrorPrefix(err, "ASK")) && attempt < 5:
+			asking = redis.HasErrorPrefix(err, "ASK")
+			node = r.nodeAt(ctx, err.Error()[strings.LastIndexByte(err.Error(), ' ')+1:])
 		default:
 			return nil, err
 		}
@@ -250,8 +260,24 @@ func (r *Recoverer) nodeOf(ctx context.Context, key string) (redis.Cmdable, erro
 	return r.rdb, nil
 }
 
-func (r *Recoverer) reload(ctx context.Context) {
-	if cluster, ok := r.rdb.(*redis.ClusterClient); ok {
-		cluster.ReloadState(ctx)
+// nodeAt returns the client of the master that a redirection names; nil, after a moment, if it is not known yet.
+func (r *Recoverer) nodeAt(ctx context.Context, addr string) (found redis.Cmdable) {
+	cluster, ok := r.rdb.(*redis.ClusterClient)
+	if !ok {
+		return nil
 	}
+	cluster.ReloadState(ctx)
+	var mu sync.Mutex
+	_ = cluster.ForEachMaster(ctx, func(_ context.Context, c *redis.Client) error {
+		mu.Lock()
+		defer mu.Unlock()
+		if c.Options().Addr == addr {
+			found = c
+		}
+		return nil
+	})
+	if found == nil {
+		sleep(ctx, 100*time.Millisecond)
+	}
+	return found
 }

@@ -54,12 +54,8 @@ func TestWrite_doneWithTooFewReplicas(t *testing.T) {
 	_, err := a.Track(bg, Job{ID: "three"})
 	require.ErrorIs(t, err, errTooFewReplicas)
 	assert.NoError(t, ls[1].Done(), "Done does not wait for replicas")
-	time.Sleep(500 * time.Millisecond)
+	w.eventually(a.current.Load().idle, "the debt is paid")
 	assert.NoError(t, ls[1].Done(), "nor later")
-	assert.True(t, a.current.Load().idle(), "the debt is paid")
-	if t.Failed() {
-		w.logs = &lockedBuffer{}
-	}
 }
 
 // A copy of a claim (lost reply) answers the leases of the claim before it, if both fell into one millisecond: the prefetch makes that likely.
@@ -93,9 +89,6 @@ func TestWrite_copyOfAPrefetchedClaim(t *testing.T) {
 			}
 		}
 		assert.Zero(t, twiceSeen, "offered twice at the same time")
-		if t.Failed() {
-			w.logs = &lockedBuffer{}
-		}
 	})
 }
 
@@ -130,9 +123,6 @@ func TestWrite_stopWithRemovedCheckpoints(t *testing.T) {
 		assert.Len(t, a.enq.accepted(), 600)
 		assert.NotContains(t, fmt.Sprint(err), "left to the peers")
 		assert.NotContains(t, w.workers(), id)
-		if t.Failed() {
-			w.logs = &lockedBuffer{}
-		}
 	})
 }
 
@@ -157,7 +147,6 @@ func TestWrite_claimOfHugeRecords(t *testing.T) {
 		n += len(l.record)
 	}
 	assert.LessOrEqual(t, n, 9<<20, "bytes in one answer: no more than a page beyond the limit")
-	w.logs = &lockedBuffer{}
 }
 
 // A lease whose claims key is gone: Done said nil, and the sweep hands the job back.
@@ -213,7 +202,6 @@ func TestWrite_manyLostDones(t *testing.T) {
 		wg.Wait()
 		assert.Zero(t, other.Load(), "not told ErrLost")
 		assert.Less(t, time.Duration(worst.Load()), 2*time.Second)
-		w.logs = &lockedBuffer{}
 	})
 }
 
@@ -280,7 +268,6 @@ func TestWrite_idleHandler(t *testing.T) {
 			c2()
 			_ = m.Stop(stop)
 			<-ended
-			w.logs = &lockedBuffer{}
 		})
 		if stuck {
 			t.Error("a handler is idle, and the list is full")
@@ -304,7 +291,6 @@ func TestWrite_prefetchedClaimRunsOut(t *testing.T) {
 		rep, err := b.Sweep(bg)
 		require.NoError(t, err)
 		assert.Equal(t, 600, rep.HandedBack, "%+v", rep)
-		w.logs = &lockedBuffer{}
 	})
 }
 
@@ -412,7 +398,6 @@ func TestWrite_fuzz(t *testing.T) {
 				t.Logf("seed %d: failed %d, unconfirmed %d, repaired %d, tally %+v", seed, failed.Load(), unconfirmed.Load(), a.Stats().Repaired, tl)
 			}
 			if !t.Failed() {
-				w.logs = &lockedBuffer{}
 			}
 		})
 		if t.Failed() {

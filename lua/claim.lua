@@ -11,26 +11,25 @@
 -- ARGV[2] suspicion's TTL, ms
 -- ARGV[3] claim's time, ms
 -- ARGV[4] at most this many leases
--- ARGV[5] stop after this many bytes of records
--- ARGV[6] retention of records, ms; 0 for ever
--- ARGV[7] retention of the fenced session, ms
--- ARGV[8] 1: the caller is this incarnation itself and lives; only claims of its own that are due are taken
--- ARGV[9] name of this call, the same in every copy of it
+-- ARGV[5] retention of records, ms; 0 for ever
+-- ARGV[6] retention of the fenced session, ms
+-- ARGV[7] 1: the caller is this incarnation itself and lives; only claims of its own that are due are taken
+-- ARGV[8] name of this call, the same in every copy of it
 -- Returns {verdict, wait, now, news, damaged, lease...}
 --   verdict 0 alive; 1 suspect; 2 dead, leases follow; 3 dead, none due now; 4 dead and empty: may be retired
 --   wait    ms until there is something to do: the beat runs out, the suspicion is confirmed, the next claim is due; -1 nothing
 --   now     ms
 --   news    1 if this call made the suspicion, or the fence
 --   damaged number of keys that had the wrong type and were put aside
---   lease   four values each: member, what its claim field says ("start attempts reason flags error"), record or false, checkpoint or false
+--   lease   two values each: member, and what its claim field says ("start attempts reason flags error"). The caller reads the record itself:
+--           Lua would copy it twice, while everybody waits
 -- Atomic: a beat that arrives before this script saves the worker, one that arrives after it finds a fence; there is no between.
 -- Twice: the session keeps the name of the last call that took leases, and when their claims end. A copy of it answers those again,
 -- so that a lost reply costs a round trip and not a claim's time.
 local session, beat, suspect = KEYS[1], KEYS[2], KEYS[3]
 local inflight, jobs, claims, handed, damaged = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local confirm, suspect_ttl, claim_ttl = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])
-local most, most_bytes = tonumber(ARGV[4]), tonumber(ARGV[5])
-local retention, tombstone, own, call = tonumber(ARGV[6]), ARGV[7], ARGV[8] == "1", ARGV[9]
+local most, retention, tombstone, own, call = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7] == "1", ARGV[8]
 local t = redis.call("TIME")
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 
@@ -81,87 +80,63 @@ elseif state ~= "fenced" then
   fenced = 1
 end
 
-local answer = {2, -1, now, fenced, put_aside}
-local taken, bytes = 0, 0
+local answer, taken = {2, -1, now, fenced, put_aside}, 0
 -- Later than that of any call before: the end of their claims is how a copy finds its leases.
 local until_ms = ms(math.max(now + claim_ttl, tonumber(string.match(s[2] or "", " (%d+)$") or 0) + 1))
 
 -- take answers some leases and renews their claims. starts, us, are for those that come from the index, and have no claim's field yet. Few
 -- tables and few strings: it is the longest script.
 local function take(ids, starts)
-  local width, n = starts and 2 or 3, #ids
-  local fields, claimed, metas = {}, {}, {}
+  local n, fields, claimed, metas = #ids, {}, {}, {}
   for i = 1, n do
-    local id = ids[i]
-    local at = (i - 1) * width
-    fields[at + 1], fields[at + 2] = id, id .. ".cp"
-    if not starts then
-      fields[at + 3] = id .. ".claim"
-    end
-    claimed[i * 2 - 1], claimed[i * 2] = until_ms, id
+    fields[i], claimed[i * 2 - 1], claimed[i * 2] = ids[i] .. ".claim", until_ms, ids[i]
   end
-  local values = redis.call("HMGET", jobs, unpack(fields))
-  local largest, last, written = 1, #answer, 0
+  local known = starts and {} or redis.call("HMGET", jobs, unpack(fields))
+  local last, written = #answer, 0
   for i = 1, n do
-    local id, at = ids[i], (i - 1) * width
-    local record, checkpoint, meta = values[at + 1], values[at + 2], not starts and values[at + 3]
+    local meta = known[i]
     if not meta then
       meta = (starts and starts[i] or "0") .. " 0 crashed -"
-      metas[written + 1], metas[written + 2] = id .. ".claim", meta
+      metas[written + 1], metas[written + 2] = fields[i], meta
       written = written + 2
     end
-    answer[last + 1], answer[last + 2], answer[last + 3], answer[last + 4] = id, meta, record, checkpoint
-    last = last + 4
-    local size = (record and #record or 0) + (checkpoint and #checkpoint or 0)
-    bytes = bytes + size
-    if size > largest then largest = size end
+    answer[last + 1], answer[last + 2] = ids[i], meta
+    last = last + 2
   end
   if written > 0 then
     redis.call("HSET", jobs, unpack(metas))
   end
   redis.call("ZADD", claims, unpack(claimed))
   taken = taken + n
-  return largest
 end
-
--- A page is as large as the bytes allow, if the next records are like the last ones, and never much larger than the one before: they may be
--- unlike.
-local page = 4
-local function next_page(largest)
-  page = math.max(1, math.min(page * 2, 32, math.floor((most_bytes - bytes) / largest)))
-end
-
-local function full() return taken >= most or bytes >= most_bytes end
 
 if taken_before then
   until_ms = taken_before
   local ids = redis.call("ZRANGEBYSCORE", claims, until_ms, until_ms, "LIMIT", 0, most)
-  for from = 1, #ids, 250 do
-    take({unpack(ids, from, math.min(from + 249, #ids))})
+  if #ids > 0 then
+    take(ids)
   end
   return answer
 end
-while not full() do
-  local ids = redis.call("ZRANGEBYSCORE", claims, "-inf", ms(now), "LIMIT", 0, math.min(page, most - taken))
-  if #ids == 0 then break end
-  next_page(take(ids))
+local due = redis.call("ZRANGEBYSCORE", claims, "-inf", ms(now), "LIMIT", 0, most)
+if #due > 0 then
+  take(due)
 end
 if not own then
-  while not full() do
-    local found = redis.call("ZRANGE", inflight, 0, math.min(page, most - taken) - 1, "WITHSCORES")
-    if #found == 0 then break end
+  local found = taken < most and redis.call("ZRANGE", inflight, 0, most - taken - 1, "WITHSCORES") or {}
+  if #found > 0 then
     local ids, starts = {}, {}
     for i = 1, #found / 2 do
-      ids[i], starts[i] = found[i * 2 - 1], ms(tonumber(found[i * 2]))
+      local start = found[i * 2]
+      ids[i], starts[i] = found[i * 2 - 1], string.find(start, "%D") and ms(tonumber(start)) or start
     end
-    redis.call("ZREM", inflight, unpack(ids))
-    next_page(take(ids, starts))
+    redis.call("ZREMRANGEBYRANK", inflight, 0, #ids - 1)
+    take(ids, starts)
   end
   -- Records without an index: only damage, or a death inside of a retried Track, leaves them. Understood, so handed back.
   if taken == 0 and redis.call("ZCARD", inflight) == 0 and redis.call("HLEN", jobs) > 0 then
     -- At random: fields of claims that are not due must not hide the others for ever.
     for _, field in ipairs(redis.call("HRANDFIELD", jobs, most)) do
-      if full() then break end
       local member = string.match(field, "^(.*)%.claim$") or string.match(field, "^(.*)%.cpn?$")
       if member then
         if redis.call("HEXISTS", jobs, member) == 0 and not redis.call("ZSCORE", claims, member) then

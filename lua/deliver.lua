@@ -20,30 +20,35 @@ redis.call("HDEL", jobs, "") -- lets the push through when Redis is out of memor
 
 local ids = {}
 for i = 4, #ARGV, 3 do
-  ids[#ids + 1] = ARGV[i]
+  ids[(i - 1) / 3] = ARGV[i]
 end
 -- Every key is read before anything is pushed: one of the wrong type must not end the script half-way.
-local claimed, held = redis.call("ZMSCORE", claims, unpack(ids)), redis.call("ZMSCORE", inflight, unpack(ids))
-local before, records = redis.call("SMISMEMBER", handed, unpack(ids)), redis.call("HMGET", jobs, unpack(ids))
+local index, other = claims, inflight -- where its holder has it, and where it should not be
+if own then
+  index, other = inflight, claims
+end
+redis.call("ZCARD", other)
+local held, records = redis.call("ZMSCORE", index, unpack(ids)), redis.call("HMGET", jobs, unpack(ids))
+local before = redis.call("SMISMEMBER", handed, unpack(ids))
 
-local answer, elements, leases, fields = {}, {}, {}, {}
-for i, id in ipairs(ids) do
-  local how, value = ARGV[i * 3 + 2], ARGV[i * 3 + 3]
+local answer, elements, leases, fields, n = {}, {}, {}, {}, 0
+for i = 1, #ids do
+  local id, how, value = ids[i], ARGV[i * 3 + 2], ARGV[i * 3 + 3]
   if before[i] == 1 then
     answer[i] = 2
-  elseif not (claimed[i] and not own or own and held[i] or how == "lost") then
+  elseif not held[i] and how ~= "lost" then
     answer[i] = 0
   elseif how == "at" and not records[i] then
     answer[i] = 3
   else
     answer[i] = 1
-    local n = #fields
-    elements[#elements + 1] = how == "at" and string.sub(records[i], tonumber(value)) or value
-    leases[#leases + 1] = id
-    fields[n + 1], fields[n + 2], fields[n + 3], fields[n + 4] = id, id .. ".cp", id .. ".cpn", id .. ".claim"
+    elements[n + 1], leases[n + 1] = how == "at" and string.sub(records[i], tonumber(value)) or value, id
+    local f = n * 4
+    fields[f + 1], fields[f + 2], fields[f + 3], fields[f + 4] = id, id .. ".cp", id .. ".cpn", id .. ".claim"
+    n = n + 1
   end
 end
-if #leases > 0 then
+if n > 0 then
   local pushed = redis.pcall(push, list, unpack(elements))
   if type(pushed) == "table" then
     return pushed

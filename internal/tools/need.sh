@@ -10,14 +10,21 @@ as_root() {
 package() {
 	case "$1:$2" in
 	redis-server:brew) echo redis ;;
+	initdb:apt) echo postgresql ;;
+	initdb:brew) echo postgresql ;;
 	gcc:apt) echo gcc libc6-dev ;; # without the headers gcc alone can't compile cgo, which the race detector needs
 	*) echo "$1" ;;
 	esac
 }
 
+# is_there looks in PATH, and where Debian hides PostgreSQL's commands.
+is_there() {
+	command -v "$1" >/dev/null || ls /usr/lib/postgresql/*/bin/"$1" >/dev/null 2>&1
+}
+
 missing=""
 for command in "$@"; do
-	command -v "$command" >/dev/null || missing="$missing $command"
+	is_there "$command" || missing="$missing $command"
 done
 [ -n "$missing" ] || exit 0
 
