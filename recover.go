@@ -30,7 +30,10 @@ func (p *pass) recoverWorker(id string) {
 		c = nil
 		if next != nil {
 			// What it claimed must be offered. That it claimed nothing may be because these were not yet handed back.
-			if n, err := next(); err == nil && n.verdict == verdictDead {
+			n, err := next()
+			if err != nil {
+				p.fail(err)
+			} else if n.verdict == verdictDead {
 				c = n
 			}
 		}
@@ -106,5 +109,5 @@ func (p *pass) handBack(c *claim) bool {
 	if h.err != nil {
 		p.fail(h.err)
 	}
-	return h.handedBack+h.buried > 0 || len(c.leases) == 0
+	return h.handedBack+h.buried > 0 || h.forgotten > 0 && h.err == nil || len(c.leases) == 0
 }

@@ -49,10 +49,10 @@ func command(ctx context.Context, args []string, out io.Writer) error {
 	f.DurationVar(&s.timeout, "timeout", 30*time.Second, "of a request that has none of its own")
 	f.DurationVar(&s.grace, "grace", 10*time.Second, "how long requests may go on after SIGTERM")
 	f.BoolVar(&s.doneFirst, "done-first", false, "callback after Done, at most once; default: after Confirm, at least once")
-	f.StringVar(&s.halt, "halt", "", "`ID=POINT,…`: stop these requests there")
-	if len(args) == 0 {
+	f.StringVar(&s.halt, "halt", "", "`ID=POINT,…`: stop these requests there, until a line \"go on\" on stdin")
+	if len(args) == 0 || strings.HasPrefix(args[0], "-") { // -h, or a flag before the command
 		f.Usage()
-		return nil
+		return flag.ErrHelp
 	}
 	name := args[0]
 	if err := f.Parse(args[1:]); err != nil {

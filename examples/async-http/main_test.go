@@ -5,7 +5,9 @@ package main
 import (
 	"bytes"
 	"context"
+	"flag"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -14,6 +16,7 @@ import (
 	"time"
 
 	"github.com/crashsafe/recovery"
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -54,7 +57,7 @@ func TestPool_killedAtEveryPoint(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			f, s := newFleet(t), newTarget(t)
+			f, s := newFirm(t), newTarget(t)
 			var halts, hanging []string
 			var fromList, own []Request
 			want := map[string]crashPoint{}
@@ -78,7 +81,7 @@ func TestPool_killedAtEveryPoint(t *testing.T) {
 			f.submit(fromList...)
 			p := f.hire("doomed", append(test.flags, "-places", "20", "-halt", strings.Join(halts, ","))...)
 			p.send(own...)
-			eventually(t, "all are at their points", func() bool {
+			fleet.Eventually(t, "all are at their points", func() bool {
 				for _, id := range hanging {
 					if s.hits(id) == 0 {
 						return false
@@ -86,7 +89,7 @@ func TestPool_killedAtEveryPoint(t *testing.T) {
 				}
 				return f.count("doomed", "", halted) == len(want)-len(hanging)
 			})
-			p.kill()
+			p.Kill()
 			s.letGo(hanging...)
 			p = f.hire("survivor", test.flags...)
 			again := 0
@@ -95,10 +98,10 @@ func TestPool_killedAtEveryPoint(t *testing.T) {
 					again++
 				}
 			}
-			eventually(t, "what was lost is done", func() bool {
+			fleet.Eventually(t, "what was lost is done", func() bool {
 				return f.count("survivor", "", done) == again && f.count("survivor", "", called) == again
 			})
-			p.leave()
+			f.close(p)
 			for _, r := range slices.Concat(fromList, own) {
 				c := want[r.ID]
 				s.requireExact(r, c.sent)
@@ -118,7 +121,7 @@ func TestPool_killedAtEveryPoint(t *testing.T) {
 }
 
 // requireIdle is for the end, when all workers have left.
-func (f *fleet) requireIdle() {
+func (f *firm) requireIdle() {
 	f.t.Helper()
 	left, err := f.rdb.LLen(context.Background(), f.setup.list()).Result()
 	require.NoError(f.t, err)
@@ -137,13 +140,13 @@ func TestPool_frozen(t *testing.T) {
 	for name, flags := range map[string][]string{"confirm first": nil, "done first": {"-done-first"}} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			f, s := newFleet(t), newTarget(t)
+			f, s := newFirm(t), newTarget(t)
 			waiting, arrived := s.request("/hang", "waiting"), s.request("/ok", "arrived")
 			f.submit(waiting, arrived)
 			frozen := f.hire("frozen", append(flags, "-halt", "arrived="+answered)...)
 			f.at("frozen", "arrived", halted)
-			eventually(t, "the server has it", func() bool { return s.hits("waiting") == 1 })
-			require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGSTOP))
+			fleet.Eventually(t, "the server has it", func() bool { return s.hits("waiting") == 1 })
+			frozen.Signal(syscall.SIGSTOP)
 			// A signal takes effect a little later than it is sent. What the frozen worker must not see while it still runs comes when a peer has its
 			// requests: the answer, which then waits in its socket, and the word to go on.
 			p := f.hire("survivor", flags...)
@@ -154,11 +157,11 @@ func TestPool_frozen(t *testing.T) {
 				f.at("survivor", id, called)
 			}
 			frozen.say("go on")
-			require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGCONT))
+			frozen.Signal(syscall.SIGCONT)
 			f.at("frozen", "waiting", lost)
 			f.at("frozen", "arrived", lost)
-			frozen.leave()
-			p.leave()
+			frozen.Leave()
+			f.close(p)
 			assert.Zero(t, f.count("frozen", "", called))
 			for _, r := range []Request{waiting, arrived} {
 				s.requireExact(r, 2)
@@ -173,19 +176,20 @@ func TestPool_frozen(t *testing.T) {
 // Frozen between Confirm and the callback: it runs twice, and the fence decides which result stays.
 func TestPool_frozenAfterConfirm(t *testing.T) {
 	t.Parallel()
-	f, s := newFleet(t), newTarget(t)
+	f, s := newFirm(t), newTarget(t)
 	r := s.request("/ok", "late")
 	f.submit(r)
 	frozen := f.hire("frozen", "-halt", "late="+confirmed)
 	f.at("frozen", "late", halted)
-	require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGSTOP))
+	frozen.Signal(syscall.SIGSTOP)
 	p := f.hire("survivor")
 	f.at("survivor", "late", done)
 	frozen.say("go on")
-	require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGCONT))
-	eventually(t, "it gives up", func() bool { return f.count("frozen", "late", lost)+f.count("frozen", "late", givenBack) > 0 })
-	frozen.leave()
-	p.leave()
+	frozen.say("go on") // once more does no harm
+	frozen.Signal(syscall.SIGCONT)
+	fleet.Eventually(t, "it gives up", func() bool { return f.count("frozen", "late", lost)+f.count("frozen", "late", givenBack) > 0 })
+	frozen.Leave()
+	f.close(p)
 	s.requireExact(r, 2)
 	assert.Equal(t, "survivor", f.results()["late"].Worker)
 	f.requireIdle()
@@ -193,7 +197,7 @@ func TestPool_frozenAfterConfirm(t *testing.T) {
 
 func TestResults_write(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	write := func(fence int64, status int) error {
 		return f.rows.write(context.Background(), Answer{Request: Request{ID: "a"}, Status: status, Fence: fence})
 	}
@@ -210,14 +214,14 @@ func TestResults_write(t *testing.T) {
 // SIGTERM: nothing new is taken, what ends in time is called back, and the rest is handed back.
 func TestPool_terminated(t *testing.T) {
 	t.Parallel()
-	f, s := newFleet(t), newTarget(t)
+	f, s := newFirm(t), newTarget(t)
 	inTime, tooSlow, own := s.request("/hang", "in-time"), s.request("/hang", "too-slow"), s.request("/hang", "own")
 	own.Header.Del("X-Latin") // stdin is JSON
 	f.submit(inTime, tooSlow)
 	p := f.hire("leaving", "-grace", "2s")
 	p.send(own)
-	eventually(t, "all are under way", func() bool { return s.hits("in-time")+s.hits("too-slow")+s.hits("own") == 3 })
-	require.NoError(t, p.cmd.Process.Signal(syscall.SIGTERM))
+	fleet.Eventually(t, "all are under way", func() bool { return s.hits("in-time")+s.hits("too-slow")+s.hits("own") == 3 })
+	p.Signal(syscall.SIGTERM)
 	f.at("leaving", "", quiet)
 	later, refusedOne := s.request("/ok", "later"), s.request("/ok", "refused")
 	f.submit(later)
@@ -225,7 +229,7 @@ func TestPool_terminated(t *testing.T) {
 	f.at("leaving", "refused", refused)
 	s.letGo("in-time")
 	f.at("leaving", "in-time", done)
-	p.wait()
+	require.Equal(t, "exit status 0", p.Wait())
 	assert.Equal(t, 1, f.count("leaving", "", done))
 	assert.Equal(t, 1, f.count("leaving", "too-slow", lost))
 	assert.Equal(t, 1, f.count("leaving", "own", lost))
@@ -236,8 +240,8 @@ func TestPool_terminated(t *testing.T) {
 
 	s.letGo("too-slow", "own")
 	p = f.hire("next")
-	eventually(t, "all are done", func() bool { return f.count("next", "", done) == 3 })
-	p.leave()
+	fleet.Eventually(t, "all are done", func() bool { return f.count("next", "", done) == 3 })
+	f.close(p)
 	s.requireExact(inTime, 1)
 	s.requireExact(tooSlow, 2)
 	s.requireExact(own, 2)
@@ -251,7 +255,7 @@ func TestPool_terminated(t *testing.T) {
 
 func TestPool_bounded(t *testing.T) {
 	t.Parallel()
-	f, s := newFleet(t), newTarget(t)
+	f, s := newFirm(t), newTarget(t)
 	const places, all = 4, 20
 	var ids []string
 	for i := range all {
@@ -261,12 +265,12 @@ func TestPool_bounded(t *testing.T) {
 	}
 	p := f.hire("worker", "-places", fmt.Sprint(places))
 	under := func() int { s.mu.Lock(); defer s.mu.Unlock(); return s.now }
-	eventually(t, "all places are taken", func() bool { return under() == places })
+	fleet.Eventually(t, "all places are taken", func() bool { return under() == places })
 	for _, id := range ids {
 		s.letGo(id)
 	}
-	eventually(t, "all are done", func() bool { return f.count("worker", "", done) == all })
-	p.leave()
+	fleet.Eventually(t, "all are done", func() bool { return f.count("worker", "", done) == all })
+	f.close(p)
 	assert.Equal(t, places, s.highest)
 	assert.Len(t, f.results(), all)
 	f.requireIdle()
@@ -275,15 +279,15 @@ func TestPool_bounded(t *testing.T) {
 // A request that has no answer is called back, too, with an error; and it is not sent again by the pool.
 func TestPool_noAnswer(t *testing.T) {
 	t.Parallel()
-	f, s := newFleet(t), newTarget(t)
+	f, s := newFirm(t), newTarget(t)
 	slow := s.request("/hang", "slow")
 	slow.Timeout = 200 * time.Millisecond
 	nobody := s.request("/ok", "nobody")
 	nobody.URL = "http://127.0.0.1:1/" // tcpmux: nobody listens there
 	f.submit(slow, nobody)
 	p := f.hire("worker")
-	eventually(t, "both are done", func() bool { return f.count("worker", "", done) == 2 })
-	p.leave()
+	fleet.Eventually(t, "both are done", func() bool { return f.count("worker", "", done) == 2 })
+	f.close(p)
 	s.requireExact(slow, 1)
 	assert.Contains(t, f.results()["slow"].Err, "deadline exceeded")
 	assert.Contains(t, f.results()["nobody"].Err, "connection refused")
@@ -294,7 +298,7 @@ func TestPool_noAnswer(t *testing.T) {
 // Workers are killed at random. Every request has a result; a callback that ran twice was in the window.
 func TestPool_killedAtRandom(t *testing.T) {
 	t.Parallel()
-	f, s := newFleet(t), newTarget(t)
+	f, s := newFirm(t), newTarget(t)
 	const all = 300
 	for i := range all {
 		f.submit(s.request("/ok", fmt.Sprint("r", i)))
@@ -304,26 +308,26 @@ func TestPool_killedAtRandom(t *testing.T) {
 	procs := []*proc{hire(), hire()}
 	dead := map[string]bool{}
 	for range 6 {
-		said := len(f.reports())
+		said := len(f.said.All())
 		more := 20 + rand.N(60)
-		eventually(t, "something happens", func() bool { return len(f.reports()) >= said+more || len(f.results()) == all })
+		fleet.Eventually(t, "something happens", func() bool { return len(f.said.All()) >= said+more || len(f.results()) == all })
 		i := rand.N(len(procs))
-		procs[i].kill()
+		procs[i].Kill()
 		dead[procs[i].name] = true
 		procs[i] = hire()
 	}
-	eventually(t, "all have a result", func() bool { return len(f.results()) == all })
+	fleet.Eventually(t, "all have a result", func() bool { return len(f.results()) == all })
 	for _, p := range procs {
-		p.leave()
+		p.Leave()
 	}
 	// What a dead worker had called back and not ended may have gone back to the list after all had a result.
 	p := f.hire("last")
-	eventually(t, "nothing is left", func() bool {
+	fleet.Eventually(t, "nothing is left", func() bool {
 		workers, err := f.insp.Workers(context.Background())
 		left, err2 := f.rdb.LLen(context.Background(), f.setup.list()).Result()
 		return err == nil && err2 == nil && left == 0 && len(workers) == 1 && workers[0].Inflight == 0
 	})
-	p.leave()
+	p.Leave()
 	f.requireIdle()
 	twice := 0
 	for id, calls := range f.calls() {
@@ -370,8 +374,15 @@ func TestRequest_validate(t *testing.T) {
 	assert.ErrorContains(t, err, "can't be read")
 }
 
+func TestCommand_help(t *testing.T) {
+	for _, args := range [][]string{nil, {"-h"}, {"worker", "-h"}} {
+		assert.ErrorIs(t, command(context.Background(), args, io.Discard), flag.ErrHelp, "%q", args)
+	}
+	assert.ErrorContains(t, command(context.Background(), []string{"nothing"}, io.Discard), `"nothing"`)
+}
+
 func TestDemo(t *testing.T) {
-	t.Setenv(childEnv, "1") // the demo's workers are this binary, too
+	t.Setenv(fleet.ChildEnv, "1") // the demo's workers are this binary, too
 	var out bytes.Buffer
 	require.NoError(t, command(context.Background(), []string{"demo"}, &out), "%s", &out)
 	for _, want := range []string{"two: lost hook-1", "three: called hook-1", `hook-1 200 "thank you"`} {

@@ -135,11 +135,12 @@ func (w *worker) tell(r report) {
 
 // listen reads stdin: requests as JSON, one on a line, or "go on". Its end ends the worker, so that it does not outlive whoever started it.
 func (w *worker) listen(ctx context.Context, stop func()) {
+	goOn := sync.OnceFunc(func() { close(w.going) })
 	lines := bufio.NewScanner(os.Stdin)
 	lines.Buffer(nil, 4<<20)
 	for lines.Scan() {
 		if lines.Text() == "go on" {
-			close(w.going)
+			goOn()
 			continue
 		}
 		var r Request

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/crashsafe/recovery"
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/crashsafe/recovery/recoverytest"
 	"github.com/hibiken/asynq"
 	"github.com/stretchr/testify/assert"
@@ -71,10 +72,10 @@ func TestEnqueuer_repeatedAfterTheTaskIsDone(t *testing.T) {
 			w.requireDone("a")
 			w.awaitState("w/1", c.retention > 0)
 			require.NoError(t, enq.Enqueue(t.Context(), o))
-			require.Eventually(t, func() bool {
+			fleet.Eventually(t, "no task waits", func() bool {
 				n, err := w.rdb.LLen(t.Context(), "asynq:{"+queue+"}:pending").Result()
 				return err == nil && n == 0
-			}, patience, 10*time.Millisecond)
+			})
 			w.requireDone(c.runs...)
 		})
 	}
@@ -95,13 +96,13 @@ func (w *world) runTasks() {
 func (w *world) awaitState(id string, kept bool) {
 	w.t.Helper()
 	inspector := asynq.NewInspectorFromRedisClient(w.rdb)
-	require.Eventually(w.t, func() bool {
+	fleet.Eventually(w.t, "task "+id+" is done", func() bool {
 		info, err := inspector.GetTaskInfo(queue, id)
 		if !kept {
 			return errors.Is(err, asynq.ErrTaskNotFound)
 		}
 		return err == nil && info.State == asynq.TaskStateCompleted
-	}, patience, 10*time.Millisecond)
+	})
 }
 
 // A receiver is killed in the middle of jobs that it has accepted. Those go to asynq; those that were done do not.
@@ -118,11 +119,11 @@ func TestReceiverKilled(t *testing.T) {
 		w.post(url, payload)
 	}
 	w.requireDone(fast...)
-	require.Eventually(t, func() bool { // Done comes after the ledger: killed in between, a job would rightly run again
+	fleet.Eventually(t, "all that was done is noted", func() bool { // Done comes after the ledger: killed in between, a job would rightly run again
 		workers, err := recovery.NewInspector(w.rdb, "webhooks").Workers(t.Context())
 		return err == nil && len(workers) == 1 && workers[0].Inflight == 20
-	}, patience, 10*time.Millisecond)
-	receiver.kill()
+	})
+	receiver.Kill()
 	w.start(child{}) // a worker of asynq, and the only one who is left to notice
 	w.requireDone(all...)
 	w.awaitRest()
@@ -135,9 +136,9 @@ func TestSweeperKilled(t *testing.T) {
 	w := newWorld(t)
 	receiver, url := w.startReceiver()
 	w.post(url, "slow-1")
-	receiver.kill()
+	receiver.Kill()
 	sweeper := w.start(child{Settings: settings{Listen: "127.0.0.1:0"}, DieOnEnqueue: true})
-	require.Equal(t, "signal: killed", sweeper.awaitEnd())
+	require.Equal(t, "signal: killed", sweeper.Wait())
 
 	pending, err := asynq.NewInspectorFromRedisClient(w.rdb).ListPendingTasks(queue)
 	require.NoError(t, err)
@@ -160,8 +161,8 @@ func TestReceiverLeaves(t *testing.T) {
 	w := newWorld(t)
 	receiver, url := w.startReceiver()
 	w.post(url, "slow-1")
-	receiver.stdin.Close()
-	receiver.awaitEnd()
+	require.NoError(t, receiver.Stdin.Close())
+	require.Equal(t, "exit status 1", receiver.Wait(), "not everything had ended")
 	w.start(child{})
 	w.requireDone("slow-1")
 }

@@ -9,44 +9,32 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"regexp"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/crashsafe/recovery"
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 )
 
-const (
-	childEnv = "ASYNQ_TEST_CHILD" // makes the test binary a receiver or a worker
-	ledger   = "ledger"           // list of payloads, each entered when its job is done
-	patience = 30 * time.Second
-)
+const ledger = "ledger" // list of payloads, each entered when its job is done
 
-func TestMain(m *testing.M) {
-	if env := os.Getenv(childEnv); env != "" {
-		runChild(env)
-		return
-	}
-	os.Exit(m.Run())
-}
+func TestMain(m *testing.M) { fleet.Main(m, runChild) }
 
-// child is a process of either kind.
+// child is a process of either kind, and its argument.
 type child struct {
 	Settings     settings
 	DieOnEnqueue bool // when asynq has the task, and recovery does not know it yet
 }
 
 // runChild serves until stdin ends: when the test says so, or dies.
-func runChild(env string) {
+func runChild() {
 	var c child
-	if err := json.Unmarshal([]byte(env), &c); err != nil {
+	if err := json.Unmarshal([]byte(os.Args[1]), &c); err != nil {
 		panic(err)
 	}
 	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stdout, &slog.HandlerOptions{Level: slog.LevelWarn})))
@@ -94,109 +82,34 @@ func dieOnEnqueue(enq recovery.Enqueuer) recovery.Enqueuer {
 
 // world is one Redis, and the processes on it.
 type world struct {
-	t     *testing.T
+	t     testing.TB
 	redis string
 	rdb   *redis.Client
 }
 
 func newWorld(t testing.TB) *world {
 	t.Helper()
-	if _, err := exec.LookPath("redis-server"); err != nil {
-		if os.Getenv("CI") != "" {
-			t.Fatal(err)
-		}
-		t.Skip(err)
-	}
-	dir, err := os.MkdirTemp("", "asynq") // not t.TempDir: a socket's path is short
-	require.NoError(t, err)
-	w := &world{redis: filepath.Join(dir, "redis.sock")}
-	w.t, _ = t.(*testing.T)
-	server := exec.Command("redis-server", "--port", "0", "--unixsocket", w.redis, "--dir", dir, "--save", "", "--loglevel", "warning")
-	server.Stderr = os.Stderr
-	require.NoError(t, server.Start())
-	t.Cleanup(func() {
-		_ = server.Process.Kill()
-		_ = server.Wait()
-		_ = os.RemoveAll(dir)
-	})
-	w.rdb = redis.NewClient(&redis.Options{Addr: w.redis})
-	t.Cleanup(func() { w.rdb.Close() })
-	require.Eventually(t, func() bool { return w.rdb.Ping(context.Background()).Err() == nil }, patience, 10*time.Millisecond)
-	return w
+	server := fleet.StartRedis(t)
+	return &world{t: t, redis: server.Addr, rdb: server.Client}
 }
 
-// proc is a process.
-type proc struct {
-	t     *testing.T
-	cmd   *exec.Cmd
-	stdin io.Closer
-	ended chan struct{}
-
-	mu   sync.Mutex
-	said bytes.Buffer
-}
-
-func (p *proc) Write(text []byte) (int, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.said.Write(text)
-}
-
-func (p *proc) saying() string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.said.String()
-}
-
-// start runs the test binary as c. It ends with the test.
-func (w *world) start(c child) *proc {
+// start runs the test binary as c.
+func (w *world) start(c child) *fleet.Process {
 	w.t.Helper()
 	c.Settings.Redis, c.Settings.Threshold, c.Settings.Stop = w.redis, time.Second, time.Second
-	env, err := json.Marshal(c)
+	text, err := json.Marshal(c)
 	require.NoError(w.t, err)
-	p := &proc{t: w.t, cmd: exec.Command(os.Args[0]), ended: make(chan struct{})}
-	p.cmd.Env = append(os.Environ(), childEnv+"="+string(env))
-	p.cmd.Stdout, p.cmd.Stderr = p, p
-	p.stdin, err = p.cmd.StdinPipe()
-	require.NoError(w.t, err)
-	require.NoError(w.t, p.cmd.Start())
-	go func() {
-		_ = p.cmd.Wait()
-		close(p.ended)
-	}()
-	w.t.Cleanup(func() {
-		p.kill()
-		if w.t.Failed() {
-			w.t.Logf("process %d: %v\n%s", p.cmd.Process.Pid, p.cmd.ProcessState, p.saying())
-		}
-	})
-	return p
+	return fleet.Start(w.t, fleet.Self(w.t, string(text)))
 }
 
 var listening = regexp.MustCompile(`listening on (\S+)`)
 
 // startReceiver answers where it listens, too.
-func (w *world) startReceiver() (*proc, string) {
+func (w *world) startReceiver() (*fleet.Process, string) {
 	w.t.Helper()
 	p := w.start(child{Settings: settings{Listen: "127.0.0.1:0"}})
-	require.Eventually(w.t, func() bool { return listening.MatchString(p.saying()) }, patience, 10*time.Millisecond)
-	return p, "http://" + listening.FindStringSubmatch(p.saying())[1]
-}
-
-// kill is kill -9. It does nothing to a process that has ended.
-func (p *proc) kill() {
-	_ = p.cmd.Process.Kill()
-	<-p.ended
-}
-
-func (p *proc) awaitEnd() string {
-	p.t.Helper()
-	select {
-	case <-p.ended:
-	case <-time.After(patience):
-		require.Fail(p.t, "process does not end")
-	}
-	return p.cmd.ProcessState.String()
+	fleet.Eventually(w.t, "the receiver listens", func() bool { return listening.MatchString(p.Text()) })
+	return p, "http://" + listening.FindStringSubmatch(p.Text())[1]
 }
 
 // post sends a webhook and requires that it was accepted.
@@ -222,14 +135,14 @@ func (w *world) done() []string {
 // requireDone waits until the ledger has each of these, and requires that it has nothing more.
 func (w *world) requireDone(payloads ...string) {
 	w.t.Helper()
-	require.Eventually(w.t, func() bool { return len(w.done()) >= len(payloads) }, patience, 10*time.Millisecond)
+	fleet.Eventually(w.t, fmt.Sprintf("%d jobs are done", len(payloads)), func() bool { return len(w.done()) >= len(payloads) })
 	require.ElementsMatch(w.t, payloads, w.done())
 }
 
 // awaitRest waits until nothing is in flight or claimed, and the dead are retired.
 func (w *world) awaitRest() {
 	w.t.Helper()
-	require.Eventually(w.t, func() bool {
+	fleet.Eventually(w.t, "nothing is left to do", func() bool {
 		workers, err := recovery.NewInspector(w.rdb, "webhooks").Workers(context.Background())
 		for _, i := range workers {
 			if i.State != recovery.WorkerRunning || i.Inflight+i.Claimed > 0 {
@@ -237,5 +150,5 @@ func (w *world) awaitRest() {
 			}
 		}
 		return err == nil
-	}, patience, 20*time.Millisecond)
+	})
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -28,7 +29,7 @@ func TestKilledAt(t *testing.T) {
 		t.Run(c.point, func(t *testing.T) {
 			t.Parallel()
 			b := newBank(t, 20)
-			b.start(&child{DieAt: c.point, DieCount: c.count}).awaitDeath()
+			b.startDoomed(&child{DieAt: c.point, DieCount: c.count})
 			b.eventually("PostgreSQL has noticed", func() bool {
 				return b.count("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'") == 0
 			})
@@ -40,7 +41,7 @@ func TestKilledAt(t *testing.T) {
 			peer := b.start(&child{})
 			b.awaitAllDone()
 			b.judge()
-			peer.leave()
+			peer.Leave()
 		})
 	}
 }
@@ -49,27 +50,27 @@ func TestKilledAt(t *testing.T) {
 func TestKilledAt_putback(t *testing.T) {
 	t.Parallel()
 	b := newBank(t, 20)
-	b.start(&child{DieAt: "committed", DieCount: 2}).awaitDeath()
-	b.start(&child{DieAt: "putback", DieCount: 1}).awaitDeath()
+	b.startDoomed(&child{DieAt: "committed", DieCount: 2})
+	b.startDoomed(&child{DieAt: "putback", DieCount: 1})
 	peer := b.start(&child{})
 	b.awaitAllDone()
 	b.judge()
-	peer.leave()
+	peer.Leave()
 }
 
 // A worker is frozen when it is about to write a result, until a peer has done all its rows. Its write must be refused.
 func TestFrozen_staleResult(t *testing.T) {
 	t.Parallel()
 	b := newBank(t, 20)
-	zombie := b.start(&child{FreezeAt: "worked", FreezeCount: 3})
-	b.eventually("frozen", func() bool { return zombie.says("frozen at worked") })
+	zombie := b.startFrozen(&child{FreezeAt: "worked", FreezeCount: 3})
 	peer := b.start(&child{})
 	b.awaitAllDone()
-	require.NoError(t, zombie.cmd.Process.Signal(syscall.SIGCONT))
-	b.eventually("refused", func() bool { return zombie.says("result refused") })
+	zombie.Signal(syscall.SIGCONT)
+	b.eventually("refused", func() bool { return zombie.Says("result refused") > 0 })
 	b.judge()
-	zombie.leave()
-	peer.leave()
+	zombie.Leave()
+	b.judge() // the peer retires what the zombie left
+	peer.Leave()
 	b.judge()
 }
 
@@ -77,15 +78,15 @@ func TestFrozen_staleResult(t *testing.T) {
 func TestFrozen_transactionEnded(t *testing.T) {
 	t.Parallel()
 	b := newBank(t, 20)
-	zombie := b.start(&child{FreezeAt: "marked", FreezeCount: 2})
-	b.eventually("frozen", func() bool { return zombie.says("frozen at marked") })
+	zombie := b.startFrozen(&child{FreezeAt: "marked", FreezeCount: 2})
 	peer := b.start(&child{})
 	b.awaitAllDone() // while it is frozen
-	require.NoError(t, zombie.cmd.Process.Signal(syscall.SIGCONT))
-	b.eventually("told", func() bool { return zombie.says("take rows") })
+	zombie.Signal(syscall.SIGCONT)
+	b.eventually("told", func() bool { return zombie.Says("take rows") > 0 })
 	b.judge()
-	zombie.leave()
-	peer.leave()
+	zombie.Leave()
+	b.judge() // the peer retires what the zombie left
+	peer.Leave()
 	b.judge()
 }
 
@@ -95,17 +96,16 @@ func TestFrozen_lateCommit(t *testing.T) {
 	t.Parallel()
 	b := newBank(t, 20)
 	b.settings.Idle = time.Hour
-	zombie := b.start(&child{FreezeAt: "marked", FreezeCount: 2, DieAt: "committed", DieCount: 2})
-	b.eventually("frozen", func() bool { return zombie.says("frozen at marked") })
+	zombie := b.startFrozen(&child{FreezeAt: "marked", FreezeCount: 2, DieAt: "committed", DieCount: 2})
 	peer := b.start(&child{})
 	b.eventually("the hand-back waits for the mark", func() bool {
 		return b.count(`SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'`) > 0
 	})
-	require.NoError(t, zombie.cmd.Process.Signal(syscall.SIGCONT))
-	zombie.awaitDeath()
+	zombie.Signal(syscall.SIGCONT)
+	require.Equal(t, "signal: killed", zombie.Wait())
 	b.awaitAllDone()
 	b.judge()
-	peer.leave()
+	peer.Leave()
 }
 
 // Four workers; every moment one is killed, wherever it is, and another one takes its place. Now and then PostgreSQL drops all
@@ -115,34 +115,34 @@ func TestChaos(t *testing.T) {
 	b := newBank(t, 600)
 	b.settings.Block = 10
 	points := []string{"locked", "tracked", "marked", "committed", "working", "worked", "written", "putback"}
-	recruit := func() *proc {
+	recruit := func() *fleet.Process {
 		if rand.N(2) == 0 {
 			return b.start(&child{})
 		}
 		return b.start(&child{DieAt: points[rand.N(len(points))], DieCount: 1 + rand.N[int64](12)})
 	}
-	fleet := make([]*proc, 4)
-	for i := range fleet {
-		fleet[i] = recruit()
+	workers := make([]*fleet.Process, 4)
+	for i := range workers {
+		workers[i] = recruit()
 	}
 	kills, drops := 0, 0
 	for kills < 30 && b.inStatus("done") < b.rows {
 		time.Sleep(rand.N(200 * time.Millisecond)) // the chaos itself, nothing is waited for
-		i := rand.N(len(fleet))
-		fleet[i].kill()
-		fleet[i] = recruit()
+		i := rand.N(len(workers))
+		workers[i].Kill()
+		workers[i] = recruit()
 		if kills++; kills%4 == 0 {
 			drops += b.count(`SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 				WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'`)
 		}
 	}
-	for _, p := range fleet {
-		p.kill()
+	for _, p := range workers {
+		p.Kill()
 	}
 	survivor := b.start(&child{})
 	b.awaitAllDone()
 	b.judge()
-	survivor.leave()
+	survivor.Leave()
 	t.Logf("%d rows, %d kills, %d connections dropped", b.rows, kills, drops)
 	assert.Greater(t, kills, 15)
 }

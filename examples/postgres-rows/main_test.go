@@ -1,23 +1,20 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
 	"os"
-	"os/exec"
 	"os/signal"
-	"strings"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/crashsafe/recovery"
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/redis/go-redis/v9"
@@ -25,19 +22,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-const childEnv = "POSTGRES_ROWS_TEST_WORKER" // makes the test binary a worker
-
 func TestMain(m *testing.M) {
-	if env := os.Getenv(childEnv); env != "" {
-		runChild(env)
-		return
-	}
-	code := m.Run()
-	stopServers()
-	os.Exit(code)
+	defer stopPostgres()
+	fleet.Main(m, runChild)
 }
 
-// child is a worker process, and where it shall come to grief: at the n-th time that a point is reached.
+// child is a worker process, which has it as its argument, and where it shall come to grief: at the n-th time that a point is reached.
 type child struct {
 	Settings     settings
 	DieAt        string
@@ -48,9 +38,9 @@ type child struct {
 }
 
 // runChild works until stdin ends: when the test says so, or dies.
-func runChild(env string) {
+func runChild() {
 	var c child
-	if err := json.Unmarshal([]byte(env), &c); err != nil {
+	if err := json.Unmarshal([]byte(os.Args[1]), &c); err != nil {
 		panic(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -95,116 +85,57 @@ var banks atomic.Int64
 // newBank has its own database, with that many transfers to do.
 func newBank(t *testing.T, rows int) *bank {
 	t.Helper()
-	servers := startServers(t)
+	pg, server := startPostgres(t), fleet.StartRedis(t)
 	name := fmt.Sprint("bank", banks.Add(1))
 	ctx := t.Context()
-	admin, err := pgx.Connect(ctx, servers.postgres("postgres"))
+	admin, err := pgx.Connect(ctx, pg.dsn("postgres"))
 	require.NoError(t, err)
 	defer admin.Close(ctx)
 	_, err = admin.Exec(ctx, "CREATE DATABASE "+name)
 	require.NoError(t, err)
-	b := &bank{t: t, rows: rows, rdb: redis.NewClient(&redis.Options{Addr: servers.redis}), settings: settings{
-		Postgres: servers.postgres(name), Redis: servers.redis, Namespace: name,
+	b := &bank{t: t, rows: rows, rdb: server.Client, settings: settings{
+		Postgres: pg.dsn(name), Redis: server.Addr, Namespace: name,
 		Threshold: time.Second, Idle: time.Second, Poll: 50 * time.Millisecond, Stop: 5 * time.Second,
 		Block: 5, Work: 100 * time.Millisecond,
 	}}
-	t.Cleanup(func() { b.rdb.Close() })
 	b.db, err = connect(ctx, b.settings.Postgres, time.Hour)
 	require.NoError(t, err)
 	t.Cleanup(b.db.Close)
 	require.NoError(t, insert(ctx, b.db, rows))
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("transfers by status: %v", b.statuses())
+		}
+	})
 	return b
 }
 
-// proc is a worker process.
-type proc struct {
-	t     *testing.T
-	cmd   *exec.Cmd
-	stdin io.Closer
-	ended chan struct{}
-
-	mu   sync.Mutex
-	said bytes.Buffer
-}
-
-func (p *proc) Write(text []byte) (int, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.said.Write(text)
-}
-
-func (p *proc) says(text string) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return strings.Contains(p.said.String(), text)
-}
-
-// start runs the test binary as a worker. It ends with the test.
-func (b *bank) start(c *child) *proc {
+// start runs the test binary as a worker.
+func (b *bank) start(c *child) *fleet.Process {
 	b.t.Helper()
 	c.Settings = b.settings
-	env, err := json.Marshal(c)
+	text, err := json.Marshal(c)
 	require.NoError(b.t, err)
-	p := &proc{t: b.t, cmd: exec.Command(os.Args[0]), ended: make(chan struct{})}
-	p.cmd.Env = append(os.Environ(), childEnv+"="+string(env))
-	p.cmd.Stderr, p.cmd.Stdout = p, p
-	p.stdin, err = p.cmd.StdinPipe()
-	require.NoError(b.t, err)
-	require.NoError(b.t, p.cmd.Start())
-	go func() {
-		_ = p.cmd.Wait()
-		close(p.ended)
-	}()
-	b.t.Cleanup(func() {
-		p.kill()
-		if b.t.Failed() {
-			b.t.Logf("worker %d: %v\n%s", p.cmd.Process.Pid, p.cmd.ProcessState, &p.said)
-		}
-	})
+	return fleet.Start(b.t, fleet.Self(b.t, string(text)))
+}
+
+// startDoomed runs a worker that comes to grief, and waits until it has.
+func (b *bank) startDoomed(c *child) {
+	b.t.Helper()
+	require.Equal(b.t, "signal: killed", b.start(c).Wait())
+}
+
+// startFrozen runs a worker, and waits until it stands still at a point.
+func (b *bank) startFrozen(c *child) *fleet.Process {
+	b.t.Helper()
+	p := b.start(c)
+	b.eventually("frozen", func() bool { return p.Says("frozen at "+c.FreezeAt) > 0 })
 	return p
 }
 
-// kill is kill -9. It does nothing to a worker that has ended.
-func (p *proc) kill() {
-	_ = p.cmd.Process.Kill()
-	<-p.ended
-}
-
-// awaitDeath waits for a worker that kills itself.
-func (p *proc) awaitDeath() {
-	p.t.Helper()
-	select {
-	case <-p.ended:
-		require.Equal(p.t, "signal: killed", p.cmd.ProcessState.String())
-	case <-time.After(patience):
-		require.Fail(p.t, "worker does not come to the point at which it dies")
-	}
-}
-
-// leave asks a worker to go, and waits until it has.
-func (p *proc) leave() {
-	p.t.Helper()
-	p.stdin.Close()
-	select {
-	case <-p.ended:
-		assert.Zero(p.t, p.cmd.ProcessState.ExitCode(), "a worker that is asked to leave ends well")
-	case <-time.After(patience):
-		require.Fail(p.t, "worker does not leave")
-	}
-}
-
-const patience = 30 * time.Second
-
 func (b *bank) eventually(what string, condition func() bool) {
 	b.t.Helper()
-	deadline := time.Now().Add(patience)
-	for !condition() {
-		if time.Now().After(deadline) {
-			b.t.Logf("transfers by status: %v", b.statuses())
-			require.Fail(b.t, "not in time: "+what)
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
+	fleet.Eventually(b.t, what, condition)
 }
 
 // count answers a number.

@@ -2,6 +2,7 @@
 package redislist
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
@@ -10,8 +11,10 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -21,6 +24,34 @@ const (
 	list        = "mails"
 	concurrency = 4
 )
+
+var bg = context.Background()
+
+// binDir is where both programs are compiled to.
+var binDir string
+
+func TestMain(m *testing.M) {
+	var err error
+	if binDir, err = os.MkdirTemp("", "redis-list"); err != nil {
+		panic(err)
+	}
+	defer os.RemoveAll(binDir)
+	m.Run() // its code is the process's, by the testing package
+}
+
+// compile compiles both programs, once for all tests.
+var compile = sync.OnceValues(func() (string, error) {
+	out, err := exec.Command("go", "build", "-o", binDir+"/", "./before", "./after").CombinedOutput()
+	return string(out), err
+})
+
+// build returns the program in directory dir.
+func build(t *testing.T, dir string) string {
+	t.Helper()
+	out, err := compile()
+	require.NoError(t, err, out)
+	return filepath.Join(binDir, dir)
+}
 
 // office is a Redis with mails, and the file that they are sent to.
 type office struct {
@@ -32,7 +63,7 @@ type office struct {
 
 func newOffice(t *testing.T) *office {
 	t.Helper()
-	return &office{t: t, rdb: startRedis(t), outbox: filepath.Join(t.TempDir(), "outbox")}
+	return &office{t: t, rdb: fleet.StartRedis(t).Client, outbox: filepath.Join(t.TempDir(), "outbox")}
 }
 
 // push is all that a producer does, before and after.
@@ -45,27 +76,19 @@ func (o *office) push(n int) {
 	}
 }
 
-func (o *office) start(bin, takes string, more ...string) *process {
+func (o *office) start(bin, takes string, more ...string) *fleet.Process {
 	o.t.Helper()
 	args := []string{"-redis", o.rdb.Options().Addr, "-outbox", o.outbox, "-takes", takes, "-concurrency", strconv.Itoa(concurrency)}
-	return start(o.t, bin, append(args, more...)...)
+	return fleet.Start(o.t, exec.Command(bin, append(args, more...)...))
 }
+
+// sending counts the mails that a worker has begun to send.
+func sending(p *fleet.Process) int { return p.Says(" sending ") }
 
 // sent tells for each mail the processes that sent it, in their order.
 func (o *office) sent() map[string][]int {
 	o.t.Helper()
-	text, err := os.ReadFile(o.outbox)
-	if !os.IsNotExist(err) {
-		require.NoError(o.t, err)
-	}
-	sent := map[string][]int{}
-	for line := range strings.Lines(string(text)) {
-		pid, mail, ok := strings.Cut(strings.TrimSpace(line), " ")
-		number, err := strconv.Atoi(pid)
-		require.True(o.t, ok && err == nil, "outbox has the line %q", line)
-		sent[mail] = append(sent[mail], number)
-	}
-	return sent
+	return fleet.ByJob(fleet.Ledger(o.t, o.outbox))
 }
 
 // unsent are the mails that nobody has sent.
@@ -78,8 +101,8 @@ func (o *office) unsent() []string {
 func (o *office) killBusy(bin string, more ...string) {
 	o.t.Helper()
 	p := o.start(bin, "1h", more...)
-	eventually(o.t, func() bool { return p.sending() == concurrency }, "the worker is busy")
-	p.kill()
+	fleet.Eventually(o.t, "the worker is busy", func() bool { return sending(p) == concurrency })
+	p.Kill()
 }
 
 var quick = []string{"-heartbeat", "250ms"} // OrphanThreshold: 1s
@@ -91,8 +114,8 @@ func TestBefore_losesWhatItWasSending(t *testing.T) {
 	o.push(20)
 	o.killBusy(bin)
 	survivor := o.start(bin, "1ms")
-	eventually(t, func() bool { return o.rdb.LLen(bg, list).Val() == 0 && len(o.sent()) == 16 }, "the survivor sends the rest")
-	survivor.terminate()
+	fleet.Eventually(t, "the survivor sends the rest", func() bool { return o.rdb.LLen(bg, list).Val() == 0 && len(o.sent()) == 16 })
+	survivor.Terminate()
 	assert.Equal(t, []string{"mail-001", "mail-002", "mail-003", "mail-004"}, o.unsent(), "these are in no list, and nobody knows of them")
 }
 
@@ -103,10 +126,10 @@ func TestAfter_losesNothing(t *testing.T) {
 	o.push(20)
 	o.killBusy(bin, quick...)
 	survivor := o.start(bin, "1ms", quick...)
-	eventually(t, func() bool { return len(o.unsent()) == 0 }, "all mails are sent")
-	survivor.terminate()
+	fleet.Eventually(t, "all mails are sent", func() bool { return len(o.unsent()) == 0 })
+	survivor.Terminate()
 	for mail, by := range o.sent() {
-		assert.Equal(t, []int{survivor.pid()}, by, "%s: the dead one had sent nothing, so there is no reason for a double", mail)
+		assert.Equal(t, []int{survivor.Pid()}, by, "%s: the dead one had sent nothing, so there is no reason for a double", mail)
 	}
 	o.nothingLeft()
 }
@@ -120,13 +143,13 @@ func TestAfter_killedAgainAndAgain(t *testing.T) {
 	killed := map[int]bool{}
 	for round := range 3 { // no more than Config.MaxRecoveries: none may become a dead letter
 		p := o.start(bin, "3ms", quick...)
-		eventually(t, func() bool { return p.sending() > 10*(round+1) }, "the worker is at work")
-		p.kill()
-		killed[p.pid()] = true
+		fleet.Eventually(t, "the worker is at work", func() bool { return sending(p) > 10*(round+1) })
+		p.Kill()
+		killed[p.Pid()] = true
 	}
 	survivor := o.start(bin, "1ms", quick...)
-	eventually(t, func() bool { return len(o.unsent()) == 0 && o.rdb.LLen(bg, list).Val() == 0 }, "all mails are sent")
-	survivor.terminate()
+	fleet.Eventually(t, "all mails are sent", func() bool { return len(o.unsent()) == 0 && o.rdb.LLen(bg, list).Val() == 0 })
+	survivor.Terminate()
 	o.nothingLeft()
 	doubles := map[int]int{}
 	for mail, by := range o.sent() {
@@ -148,21 +171,21 @@ func TestBothTogether(t *testing.T) {
 	before, after := build(t, "before"), build(t, "after")
 	old, doomed := o.start(before, "5ms"), o.start(after, "5ms", quick...)
 	survivor := o.start(after, "5ms", quick...)
-	for len(o.mails) < 300 || old.sending() == 0 || doomed.sending() == 0 || survivor.sending() == 0 {
+	for len(o.mails) < 300 || sending(old) == 0 || sending(doomed) == 0 || sending(survivor) == 0 {
 		o.push(20)
 		require.Less(t, len(o.mails), 100_000, "one of the workers gets nothing")
 	}
-	old.terminate()
+	old.Terminate()
 	o.push(100)
-	begun := doomed.sending()
-	eventually(t, func() bool { return doomed.sending() > begun }, "the doomed worker is at work")
-	doomed.kill()
-	eventually(t, func() bool { return len(o.unsent()) == 0 }, "all mails are sent")
-	survivor.terminate()
+	begun := sending(doomed)
+	fleet.Eventually(t, "the doomed worker is at work", func() bool { return sending(doomed) > begun })
+	doomed.Kill()
+	fleet.Eventually(t, "all mails are sent", func() bool { return len(o.unsent()) == 0 })
+	survivor.Terminate()
 	o.nothingLeft()
 	for mail, by := range o.sent() {
 		for _, pid := range by[:len(by)-1] {
-			assert.Equal(t, doomed.pid(), pid, "%s was sent twice: %v", mail, by)
+			assert.Equal(t, doomed.Pid(), pid, "%s was sent twice: %v", mail, by)
 		}
 	}
 }
@@ -173,10 +196,10 @@ func TestAfter_terminated(t *testing.T) {
 	o := newOffice(t)
 	p := o.start(build(t, "after"), "300ms")
 	o.push(20)
-	eventually(t, func() bool { return p.sending() >= concurrency }, "the worker is busy")
-	p.terminate()
+	fleet.Eventually(t, "the worker is busy", func() bool { return sending(p) >= concurrency })
+	p.Terminate()
 	sent := o.sent()
-	assert.Len(t, sent, p.sending(), "everything that was begun was sent")
+	assert.Len(t, sent, sending(p), "everything that was begun was sent")
 	waiting, err := o.rdb.LRange(bg, list, 0, -1).Result()
 	require.NoError(t, err)
 	assert.ElementsMatch(t, o.unsent(), waiting)
@@ -196,7 +219,8 @@ func (o *office) nothingLeft() {
 
 func TestREADME_diff(t *testing.T) {
 	t.Parallel()
-	needCommand(t, "diff")
+	_, err := exec.LookPath("diff")
+	fleet.Need(t, err)
 	// It ends with 1 where files differ.
 	diff, _ := exec.Command("diff", "-u", "--label", "before/main.go", "--label", "after/main.go", "before/main.go", "after/main.go").Output()
 	readme, err := os.ReadFile("README.md")

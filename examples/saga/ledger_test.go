@@ -34,7 +34,7 @@ func failing(id, step string) Order {
 }
 
 // fund fills the accounts.
-func (f *fleet) fund() {
+func (f *firm) fund() {
 	f.t.Helper()
 	for account, amount := range funds {
 		require.NoError(f.t, f.desk.rdb.IncrBy(context.Background(), f.store.account(account), int64(amount)).Err())
@@ -43,7 +43,7 @@ func (f *fleet) fund() {
 
 // judge is called when all workers have left. It rests on the store's ledger and accounts and on what the workers said before they died, not on
 // anything that the library keeps. Every order must have ended as it had to, once in effect; none may wait for a person.
-func (f *fleet) judge(orders ...Order) {
+func (f *firm) judge(orders ...Order) {
 	f.t.Helper()
 	ctx := context.Background()
 	entries, err := f.store.entries(ctx)
@@ -109,15 +109,15 @@ func told(entries []entry) string {
 }
 
 // judgeRuns looks for runs that did again what an earlier one had checkpointed.
-func (f *fleet) judgeRuns() {
+func (f *firm) judgeRuns() {
 	f.t.Helper()
 	kept := map[string]int{} // saga and point -> the attempt that has checkpointed it
-	for _, s := range f.reports() {
-		point, step, _ := strings.Cut(s.Point, ":")
-		key := func(point, step string) string { return s.Run.Saga + " " + point + ":" + step }
+	for _, s := range f.said.All() {
+		point, step, _ := strings.Cut(s.Said.Point, ":")
+		key := func(point, step string) string { return s.Said.Run.Saga + " " + point + ":" + step }
 		switch point {
 		case saved, resaved, decided:
-			kept[key(point, step)] = s.Run.Attempt
+			kept[key(point, step)] = s.Said.Run.Attempt
 		case applying:
 			_, again := kept[key(saved, step)]
 			assert.False(f.t, again, "%+v: the step was checkpointed by attempt %d", s, kept[key(saved, step)])

@@ -51,9 +51,9 @@ func command(ctx context.Context, args []string, out io.Writer) error {
 	f.IntVar(&s.limit, "max-recoveries", 3, "crashes after which a saga becomes a dead letter")
 	f.DurationVar(&s.pace, "pace", 0, "pause at every point, for an audience")
 	f.StringVar(&s.halt, "halt", "", "`ORDER=POINT,…`: stop these sagas there")
-	if len(args) == 0 {
+	if len(args) == 0 || strings.HasPrefix(args[0], "-") { // -h, or a flag before the command
 		f.Usage()
-		return nil
+		return flag.ErrHelp
 	}
 	name := args[0]
 	if err := f.Parse(args[1:]); err != nil {

@@ -5,7 +5,9 @@ package main
 import (
 	"bytes"
 	"context"
+	"flag"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -13,6 +15,7 @@ import (
 	"testing"
 
 	"github.com/crashsafe/recovery"
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -41,7 +44,7 @@ func reachable(points []string, p, q string) bool {
 // its sagas along.
 func TestSaga_killedTwiceAtEveryPoint(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	var orders []Order
 	var first, second []string
@@ -67,35 +70,35 @@ func TestSaga_killedTwiceAtEveryPoint(t *testing.T) {
 	for i, halts := range [][]string{first, second} {
 		name := fmt.Sprintf("doomed-%d", i+1)
 		p := f.hire(name, append(all, "-halt", strings.Join(halts, ","))...)
-		eventually(t, "all of "+name+" are at their point", func() bool { return f.count(name, halted) == len(orders) })
-		p.kill()
+		fleet.Eventually(t, "all of "+name+" are at their point", func() bool { return f.count(name, halted) == len(orders) })
+		p.Kill()
 	}
 	p := f.hire("survivor", all...)
-	eventually(t, "all have ended", func() bool { return f.count("survivor", completed, rolledBack) == len(orders) })
-	p.leave()
+	fleet.Eventually(t, "all have ended", func() bool { return f.count("survivor", completed, rolledBack) == len(orders) })
+	f.close(p)
 	f.judge(orders...)
 	t.Logf("%d sagas, each killed twice", len(orders))
 
 	// What a step sees: the attempt counts runs that began, recovery the crashes, once there is a checkpoint to carry it.
-	for _, s := range f.reports() {
-		if s.worker != "survivor" || s.Point != completed && s.Point != rolledBack {
+	for _, s := range f.said.All() {
+		if s.Worker != "survivor" || s.Said.Point != completed && s.Said.Point != rolledBack {
 			continue
 		}
 		attempt, recovered := 1, 0
-		for _, point := range crashes[s.Run.Saga] {
+		for _, point := range crashes[s.Said.Run.Saga] {
 			if point != fetched {
 				attempt, recovered = attempt+1, 2
 			}
 		}
-		assert.GreaterOrEqual(t, s.Run.Attempt, attempt, "%+v, killed at %v", s, crashes[s.Run.Saga])
-		assert.GreaterOrEqual(t, s.Run.Recovery, recovered, "%+v, killed at %v", s, crashes[s.Run.Saga])
+		assert.GreaterOrEqual(t, s.Said.Run.Attempt, attempt, "%+v, killed at %v", s, crashes[s.Said.Run.Saga])
+		assert.GreaterOrEqual(t, s.Said.Run.Recovery, recovered, "%+v, killed at %v", s, crashes[s.Said.Run.Saga])
 	}
 }
 
 // Workers are killed at random. A saga that was there too often becomes a dead letter, and is sent back by a person.
 func TestSaga_killedAtRandom(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	var orders []Order
 	for i := range 60 {
@@ -107,23 +110,23 @@ func TestSaga_killedAtRandom(t *testing.T) {
 	}
 	f.submit(orders...)
 	hired := 0
-	hire := func() *proc {
+	hire := func() *fleet.Process {
 		hired++
 		return f.hire(fmt.Sprintf("worker-%d", hired), "-pace", "15ms", "-max-recoveries", "1")
 	}
-	procs := []*proc{hire(), hire(), hire()}
+	procs := []*fleet.Process{hire(), hire(), hire()}
 	for range 8 {
-		said := len(f.reports())
+		said := len(f.said.All())
 		more := 20 + rand.N(60)
-		eventually(t, "something happens", func() bool {
-			return len(f.reports()) >= said+more || f.settled() == len(orders)
+		fleet.Eventually(t, "something happens", func() bool {
+			return len(f.said.All()) >= said+more || f.settled() == len(orders)
 		})
 		i := rand.N(len(procs))
-		procs[i].kill()
+		procs[i].Kill()
 		procs[i] = hire()
 	}
 	requeued := 0
-	eventually(t, "all have ended", func() bool {
+	fleet.Eventually(t, "all have ended", func() bool {
 		for _, l := range f.letters() {
 			f.do("requeue " + l.Key)
 			requeued++
@@ -131,19 +134,19 @@ func TestSaga_killedAtRandom(t *testing.T) {
 		return f.count("", completed, rolledBack) == len(orders) && f.idle()
 	})
 	for _, p := range procs {
-		p.leave()
+		p.Leave()
 	}
 	f.judge(orders...)
-	t.Logf("%d reports, %d sagas were sent back by a person", len(f.reports()), requeued)
+	t.Logf("%d reports, %d sagas were sent back by a person", len(f.said.All()), requeued)
 }
 
 // settled counts the sagas that have ended, or wait for a person.
-func (f *fleet) settled() int {
+func (f *firm) settled() int {
 	f.t.Helper()
 	sagas := map[string]bool{}
-	for _, s := range f.reports() {
-		if s.Point == completed || s.Point == rolledBack {
-			sagas[s.Run.Saga] = true
+	for _, s := range f.said.All() {
+		if s.Said.Point == completed || s.Said.Point == rolledBack {
+			sagas[s.Said.Run.Saga] = true
 		}
 	}
 	for _, l := range f.letters() {
@@ -155,7 +158,7 @@ func (f *fleet) settled() int {
 }
 
 // idle reports that nothing is in the queue, in flight, or waiting for a person.
-func (f *fleet) idle() bool {
+func (f *firm) idle() bool {
 	for range 3 { // a job that moves from one place to the other may be seen in neither, but hardly three times
 		workers, err := f.insp.Workers(context.Background())
 		left, err2 := f.desk.rdb.LLen(context.Background(), f.desk.list()).Result()
@@ -173,7 +176,7 @@ func (f *fleet) idle() bool {
 
 func TestSaga_undoKeepsFailing(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	order := failing("order", "ship")
 	f.do("close undo:charge")
@@ -191,20 +194,20 @@ func TestSaga_undoKeepsFailing(t *testing.T) {
 
 	// Sent back too early, it is back here.
 	f.do("requeue " + l.Key)
-	eventually(t, "a second letter", func() bool { return len(f.letters()) == 1 && f.letters()[0].Key != l.Key })
+	fleet.Eventually(t, "a second letter", func() bool { return len(f.letters()) == 1 && f.letters()[0].Key != l.Key })
 	f.do("open undo:charge")
 	l = f.letter()
 	f.do("requeue " + l.Key)
 	assert.ErrorIs(t, f.insp.Requeue(context.Background(), l.Key, requeuer{f.desk.rdb, f.desk.list(), f.desk.prefix()}), recovery.ErrNoLetter)
 	f.at("worker", "order", rolledBack)
-	p.leave()
+	f.close(p)
 	f.judge(order)
 }
 
 // A dead letter may be sent back twice by a Requeue that was interrupted. It must be in the queue once.
 func TestRequeuer_twice(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	o := recovery.Orphan{Key: "worker/1", Job: recovery.Job{ID: "order/1", Payload: []byte(`{"Order":{"ID":"order"},"Round":1}`),
 		Checkpoint: []byte(`{"Phase":"stuck","Next":1,"Attempt":4,"Why":"w","Stuck":"s"}`)}}
 	for range 2 {
@@ -221,14 +224,14 @@ func TestRequeuer_twice(t *testing.T) {
 
 func TestSaga_keepsKillingItsWorkers(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	order := fine("order")
 	f.submit(order)
 	doom := func(name, point string) {
 		p := f.hire(name, "-max-recoveries", "1", "-halt", "order="+point)
 		f.at(name, "order", halted)
-		p.kill()
+		p.Kill()
 	}
 	doom("one", "applied:charge")
 	doom("two", "applied:charge")
@@ -242,43 +245,43 @@ func TestSaga_keepsKillingItsWorkers(t *testing.T) {
 
 	f.do("requeue " + l.Key)
 	f.at("three", "order", halted)
-	p.kill() // once more: it has all its recoveries again
+	p.Kill() // once more: it has all its recoveries again
 	p = f.hire("four", "-max-recoveries", "1")
 	r := f.at("four", "order", completed)
 	assert.Equal(t, 4, r.Run.Attempt)
 	assert.Equal(t, 1, r.Run.Recovery)
-	p.leave()
+	f.close(p)
 	f.judge(order)
 }
 
 // A worker that was frozen and taken for dead wakes up in the middle of a step, after somebody else has finished its saga.
 func TestSaga_frozen(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	orders := []Order{fine("a"), failing("b", "ship")}
 	f.submit(orders...)
 	frozen := f.hire("frozen", "-halt", "a=applying:ship,b=clearing:charge")
 	f.at("frozen", "a", halted)
 	f.at("frozen", "b", halted)
-	require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGSTOP))
+	frozen.Signal(syscall.SIGSTOP)
 	p := f.hire("survivor")
 	f.at("survivor", "a", completed)
 	f.at("survivor", "b", rolledBack)
-	_, err := fmt.Fprintln(frozen.stdin, "go on") // not before: a signal takes effect a little later than it is sent
+	_, err := fmt.Fprintln(frozen.Stdin, "go on") // not before: a signal takes effect a little later than it is sent
 	require.NoError(t, err)
-	require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGCONT))
+	frozen.Signal(syscall.SIGCONT)
 	f.at("frozen", "a", dropped)
 	f.at("frozen", "b", dropped)
-	frozen.leave()
-	p.leave()
+	frozen.Leave()
+	f.close(p)
 	f.judge(orders...)
 }
 
 // After Redis' clock went back, fences are smaller than those that the store has seen. The saga waits in the queue until they are not.
 func TestSaga_clockWentBack(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	order := fine("order")
 	require.NoError(t, f.desk.rdb.HSet(context.Background(), f.store.marks("order"), "fence", 1<<52).Err())
@@ -287,32 +290,30 @@ func TestSaga_clockWentBack(t *testing.T) {
 	f.at("worker", "order", dropped)
 	require.NoError(t, f.desk.rdb.HDel(context.Background(), f.store.marks("order"), "fence").Err())
 	f.at("worker", "order", completed)
-	p.leave()
+	f.close(p)
 	f.judge(order)
 }
 
 // SIGTERM gives running sagas some time, and the rest back. That is no crash.
 func TestSaga_terminated(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.fund()
 	order := failing("order", "ship")
 	f.submit(order)
 	p := f.hire("leaving", "-max-recoveries", "1", "-halt", "order=resaved:charge")
 	f.at("leaving", "order", halted)
-	require.NoError(t, p.cmd.Process.Signal(syscall.SIGTERM))
-	<-p.ended
-	assert.Zero(t, p.cmd.ProcessState.ExitCode())
+	p.Terminate()
 	p = f.hire("survivor", "-max-recoveries", "1")
 	r := f.at("survivor", "order", rolledBack)
 	assert.Equal(t, 2, r.Run.Attempt)
-	p.leave()
+	f.close(p)
 	f.judge(order)
 }
 
 func TestStore_act(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t)
+	f := newFirm(t)
 	f.do("fill till 10")
 	act := func(verb string, fence int64, step string, amount int) error {
 		return f.store.act(context.Background(), verb, Run{Saga: "s", Fence: fence}, step, "till", amount)
@@ -345,12 +346,17 @@ func TestFormat_decode(t *testing.T) {
 	}
 }
 
+func TestCommand_help(t *testing.T) {
+	for _, args := range [][]string{nil, {"-h"}, {"worker", "-h"}} {
+		assert.ErrorIs(t, command(context.Background(), args, io.Discard), flag.ErrHelp, "%q", args)
+	}
+	assert.ErrorContains(t, command(context.Background(), []string{"nothing"}, io.Discard), `"nothing"`)
+}
+
 func TestDemo(t *testing.T) {
-	t.Setenv(childEnv, "1") // the demo's workers are this binary, too
+	t.Setenv(fleet.ChildEnv, "1") // the demo's workers are this binary, too
 	var out bytes.Buffer
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	require.NoError(t, command(ctx, []string{"demo"}, &out), "%s", &out)
+	require.NoError(t, command(context.Background(), []string{"demo"}, &out), "%s", &out)
 	for _, want := range []string{"kill -9 of worker one", "two: ann applying:charge, attempt 2", "cid round 1 stuck next 1", "undo  cid      reserve"} {
 		assert.Contains(t, out.String(), want)
 	}

@@ -1,8 +1,8 @@
 package main
 
 import (
+	"context"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -10,23 +10,27 @@ import (
 	"testing"
 	"time"
 
+	"github.com/crashsafe/recovery/examples/internal/fleet"
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
+func TestMain(m *testing.M) { fleet.Main(m, main) }
+
+var bg = context.Background()
+
 // site is a Redis with jobs of Sidekiq's, and the file that mails are sent to.
 type site struct {
 	t      *testing.T
 	rdb    *redis.Client
-	bin    string
 	outbox string
 	jobs   int
 }
 
 func newSite(t *testing.T) *site {
 	t.Helper()
-	return &site{t: t, rdb: startRedis(t), bin: build(t), outbox: filepath.Join(t.TempDir(), "outbox")}
+	return &site{t: t, rdb: fleet.StartRedis(t).Client, outbox: filepath.Join(t.TempDir(), "outbox")}
 }
 
 // job is what Sidekiq 8 writes, to the letter: its order of members, and milliseconds.
@@ -63,22 +67,17 @@ func (s *site) waiting(queue string) []string {
 	return jobs
 }
 
-func (s *site) start(takes string, more ...string) *process {
+func (s *site) start(takes string, more ...string) *fleet.Process {
 	s.t.Helper()
 	args := []string{"-redis", s.rdb.Options().Addr, "-outbox", s.outbox, "-takes", takes, "-heartbeat", "250ms", "-poll", "100ms"}
-	return start(s.t, s.bin, append(args, more...)...)
+	return fleet.Start(s.t, fleet.Self(s.t, append(args, more...)...))
 }
 
 // sent are the addresses that mails were sent to, in their order.
 func (s *site) sent() (to []string) {
 	s.t.Helper()
-	text, err := os.ReadFile(s.outbox)
-	if !os.IsNotExist(err) {
-		require.NoError(s.t, err)
-	}
-	for line := range strings.Lines(string(text)) {
-		_, address, _ := strings.Cut(strings.TrimSpace(line), " ")
-		to = append(to, address)
+	for _, e := range fleet.Ledger(s.t, s.outbox) {
+		to = append(to, e.Job)
 	}
 	return to
 }
@@ -99,8 +98,8 @@ func (s *site) set(name string) map[string]float64 {
 func (s *site) killBusy(n int, more ...string) {
 	s.t.Helper()
 	p := s.start("1h", append([]string{"-concurrency", strconv.Itoa(n)}, more...)...)
-	eventually(s.t, func() bool { return p.sending() == n }, "the worker is busy")
-	p.kill()
+	fleet.Eventually(s.t, "the worker is busy", func() bool { return p.Says(" sending ") == n })
+	p.Kill()
 }
 
 func TestSidekiq_killed(t *testing.T) {
@@ -121,15 +120,15 @@ func TestSidekiq_killed(t *testing.T) {
 
 	// A peer that is there for another queue gives them back; it has no use for them.
 	peer := s.start("1ms", "-queues", "other")
-	eventually(t, func() bool { return len(s.waiting("critical"))+len(s.waiting("default")) == 5 }, "they are back")
+	fleet.Eventually(t, "they are back", func() bool { return len(s.waiting("critical"))+len(s.waiting("default")) == 5 })
 	assert.ElementsMatch(t, strange, s.waiting("critical"), "byte for byte")
 	assert.ElementsMatch(t, normal, s.waiting("default"))
 	assert.Equal(t, low, s.waiting("low"))
 
 	survivor := s.start("1ms", "-concurrency", "1")
-	eventually(t, func() bool { return len(s.sent()) >= 7 }, "all are sent")
-	survivor.terminate()
-	peer.terminate()
+	fleet.Eventually(t, "all are sent", func() bool { return len(s.sent()) >= 7 })
+	survivor.Terminate()
+	peer.Terminate()
 	sent := s.sent()
 	require.Len(t, sent, 7, "the dead one had sent nothing, so there is no reason for a double")
 	assert.ElementsMatch(t, []string{"a@x", "b@x"}, sent[:2], "the most urgent queue first")
@@ -149,8 +148,8 @@ func TestSidekiq_failed(t *testing.T) {
 		s.mail("default", "ann@x"))
 	began := time.Now()
 	p := s.start("1ms")
-	eventually(t, func() bool { return len(s.sent()) == 1 && len(s.set("retry")) == 2 && len(s.set("dead")) == 1 }, "each is where it belongs")
-	p.terminate()
+	fleet.Eventually(t, "each is where it belongs", func() bool { return len(s.sent()) == 1 && len(s.set("retry")) == 2 && len(s.set("dead")) == 1 })
+	p.Terminate()
 	for text, due := range s.set("retry") {
 		j, err := parseJob([]byte(text))
 		require.NoError(t, err)
@@ -189,11 +188,11 @@ func TestSidekiq_retryRefused(t *testing.T) {
 	require.NoError(t, s.rdb.Set(bg, "retry", "somebody else's", 0).Err())
 	p := s.start("1ms", "-poll", "0")
 	s.push("default", s.mail("default", "nobody"))
-	eventually(t, func() bool { return strings.Contains(p.text(), "WRONGTYPE") }, "Redis refuses")
+	fleet.Eventually(t, "Redis refuses", func() bool { return p.Says("WRONGTYPE") > 0 })
 	require.NoError(t, s.rdb.Del(bg, "retry").Err())
-	eventually(t, func() bool { return len(s.set("retry")) == 1 }, "the job was kept, failed again, and is in the set now")
-	p.terminate()
-	assert.Less(t, strings.Count(p.text(), "WRONGTYPE"), 10, "it was not tried without a pause")
+	fleet.Eventually(t, "the job was kept, failed again, and is in the set now", func() bool { return len(s.set("retry")) == 1 })
+	p.Terminate()
+	assert.Less(t, p.Says("WRONGTYPE"), 10, "it was not tried without a pause")
 	s.nothingLeft()
 }
 
@@ -212,9 +211,9 @@ func TestSidekiq_due(t *testing.T) {
 	}
 	later := s.mail("default", "later@x")
 	require.NoError(t, s.rdb.ZAdd(bg, "schedule", redis.Z{Score: now + 3600, Member: later}, redis.Z{Score: 1, Member: "{no job"}).Err())
-	eventually(t, func() bool { return len(s.sent()) >= len(want) && s.rdb.ZCard(bg, "dead").Val() == 1 }, "all are sent")
-	a.terminate()
-	b.terminate()
+	fleet.Eventually(t, "all are sent", func() bool { return len(s.sent()) >= len(want) && s.rdb.ZCard(bg, "dead").Val() == 1 })
+	a.Terminate()
+	b.Terminate()
 	assert.ElementsMatch(t, want, s.sent(), "once each")
 	assert.Equal(t, map[string]float64{later: now + 3600}, s.set("schedule"))
 	assert.Contains(t, s.set("dead"), "{no job")
@@ -235,8 +234,8 @@ func TestSidekiq_dead(t *testing.T) {
 	s.push("low", "{no job")
 	p := s.start("1ms", "-recoveries", "1")
 	letters := func() int64 { return s.rdb.ZCard(bg, "recovery:1:"+namespace+":{dead}:index").Val() }
-	eventually(t, func() bool { return len(s.set("dead")) == 2 && letters() == 0 }, "both are where Sidekiq shows them")
-	p.terminate()
+	fleet.Eventually(t, "both are where Sidekiq shows them", func() bool { return len(s.set("dead")) == 2 && letters() == 0 })
+	p.Terminate()
 	assert.Contains(t, s.set("dead"), "{no job")
 	for text := range s.set("dead") {
 		if text == "{no job" {
