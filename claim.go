@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -93,7 +94,7 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 		return nil, fmt.Errorf("claim leases of worker %q: %w", id, a.err)
 	}
 	if err := r.loadRecords(ctx, c); err != nil {
-		return nil, fmt.Errorf("read claimed leases of worker %q: %w", id, err)
+		return nil, fmt.Errorf("read claimed leases of worker %q: %w", id, errors.Join(err, r.unclaim(ctx, c)))
 	}
 	return c, nil
 }
@@ -132,15 +133,49 @@ func (r *Recoverer) loadRecords(ctx context.Context, c *claim) error {
 		}
 		loaded += len(leases)
 	}
-	var rest []any
-	for _, l := range c.leases[loaded:] {
-		rest = append(rest, l.member, 0, l.format())
+	if rest := c.leases[loaded:]; len(rest) > 0 {
+		if err := r.unclaim(ctx, &claim{keys: c.keys, leases: rest}); err != nil {
+			return err
+		}
 	}
 	c.leases = c.leases[:loaded]
-	if len(rest) == 0 {
+	return r.dropTaken(ctx, c)
+}
+
+// unclaim makes the leases of a claim due at once, for whoever comes next.
+func (r *Recoverer) unclaim(ctx context.Context, c *claim) error {
+	var leases []any
+	for _, l := range c.leases {
+		leases = append(leases, l.member, 0, l.format())
+	}
+	ctx, cancel := r.limit(context.WithoutCancel(ctx))
+	defer cancel()
+	return r.postpone(ctx, c.keys, leases)
+}
+
+// dropTaken looks again at leases without a record. If they are not claimed any more, another sweeper has handed them back since, because Redis'
+// clock made the claim run out early. Record and claim go in one step, so what is claimed has really no record.
+func (r *Recoverer) dropTaken(ctx context.Context, c *claim) error {
+	if !slices.ContainsFunc(c.leases, func(l claimedLease) bool { return l.record == nil }) {
 		return nil
 	}
-	return r.postpone(ctx, c.keys, rest)
+	ctx, cancel := r.limit(ctx)
+	defer cancel()
+	rdb, err := r.master(ctx, c.keys.claims)
+	if err != nil {
+		return err
+	}
+	c.leases = slices.DeleteFunc(c.leases, func(l claimedLease) bool {
+		if l.record != nil || err != nil {
+			return false
+		}
+		e := rdb.ZScore(ctx, c.keys.claims, l.member).Err()
+		if !errors.Is(e, redis.Nil) {
+			err = e
+		}
+		return errors.Is(e, redis.Nil)
+	})
+	return err
 }
 
 // master is for reads that must not come from a replica, which may not have a record yet: the Cluster client can be set up to prefer those.

@@ -150,3 +150,40 @@ func TestRegress_errorsAfterThePass(t *testing.T) {
 		assert.EqualValues(t, len(b.enq.called()), b.Stats().HandedBack)
 	})
 }
+
+// Between a claim and the reading of its records another sweeper hands them back, because Redis' clock was set and made the claim run out. The
+// first one has nothing to do, and nothing to bury.
+func TestRegress_claimTakenBeforeItsRecordsAreRead(t *testing.T) {
+	bothWays(t, func(t *testing.T, w *world) {
+		a, b := w.join("a", slowHeart()), w.join("b", slowHeart())
+		w.track(a, "taken", "mine")
+		inc := a.current.Load()
+		require.NoError(t, a.fenceOwn(bg, inc))
+		b.faults.add(&fault{mode: slow, on: "records", delay: 500 * time.Millisecond})
+		ended := make(chan error)
+		go func() {
+			_, err := b.Sweep(bg)
+			ended <- err
+		}()
+		w.eventually(func() bool { return w.raw.ZCard(bg, inc.keys.claims).Val() == 2 }, "claimed")
+		require.NoError(t, b.forget(bg, inc.keys, []any{"1"}, (&claimedLease{member: "1"}).fields()))
+		require.NoError(t, <-ended)
+		assert.Equal(t, []string{"mine"}, b.enq.ids())
+		assert.Zero(t, b.Stats().Buried)
+	})
+}
+
+// Records that can't be read now are read by the next sweep, not when their claim has run out.
+func TestRegress_recordsUnreadableNow(t *testing.T) {
+	inBubble(t, func(w *world) {
+		a, b := w.join("a", slowHeart()), w.join("b", slowHeart())
+		w.track(a, "one", "two")
+		require.NoError(t, a.fenceOwn(bg, a.current.Load()))
+		b.faults.add(&fault{mode: failBefore, on: "records"})
+		_, err := b.Sweep(bg)
+		require.ErrorContains(t, err, "read claimed leases")
+		_, err = b.Sweep(bg)
+		require.NoError(t, err)
+		assert.Equal(t, []string{"one", "two"}, b.enq.ids())
+	})
+}
