@@ -25,6 +25,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -44,9 +45,10 @@ type Env struct {
 	cfg recovery.Config
 	enq recovery.Enqueuer
 
-	mu      sync.Mutex // guards what follows
-	links   []*link
-	workers []*Worker
+	mu         sync.Mutex // guards what follows
+	links      []*link
+	workers    []*Worker
+	handedBack []recovery.Orphan // by any worker, to whatever Enqueuer
 }
 
 // Option is an option of New.
@@ -127,6 +129,15 @@ func (e *Env) Start(name string) *Worker {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.NewTextHandler(io.Discard, nil))
 	}
+	told := cfg.Events.HandedBack
+	cfg.Events.HandedBack = func(i recovery.HandedBackInfo) {
+		e.mu.Lock()
+		e.handedBack = append(e.handedBack, i.Orphan)
+		e.mu.Unlock()
+		if told != nil {
+			told(i)
+		}
+	}
 	w := &Worker{link: e.newLink()}
 	w.rdb = e.client(w.link)
 	r, err := recovery.New(w.rdb, guarded(e.enq, w.link), cfg)
@@ -195,6 +206,16 @@ func (g *batchGate) EnqueueAll(ctx context.Context, os []recovery.Orphan) []erro
 		return errs
 	}
 	return g.batch.EnqueueAll(ctx, os)
+}
+
+// orphans are the jobs that were handed back: what Env.Enqueuer has accepted, or, with another Enqueuer, what the workers have told.
+func (e *Env) orphans() []recovery.Orphan {
+	if e.enq == recovery.Enqueuer(e.Enqueuer) {
+		return e.Enqueuer.Orphans()
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.Clone(e.handedBack)
 }
 
 // guarded puts enq behind the worker's gate. A ListQueue goes through the worker's own connections, and needs none.

@@ -265,3 +265,80 @@ func TestEnqueuerConformance(t *testing.T) {
 		return recoverytest.Subject{Enqueuer: b, Delivered: func(testing.TB) [][]byte { return b.delivered }}
 	})
 }
+
+// A plain list delivers again: that can be said.
+func TestEnqueuerConformance_atLeastOnce(t *testing.T) {
+	recoverytest.EnqueuerConformance(t, func(t testing.TB) recoverytest.Subject {
+		rdb := recoverytest.New(t).Client()
+		q := recovery.NewListQueue("jobs", recovery.ListClient(rdb))
+		return recoverytest.Subject{Enqueuer: q, AtLeastOnce: true, Delivered: func(testing.TB) (all [][]byte) {
+			for _, e := range rdb.LRange(bg, "jobs", 0, -1).Val() {
+				all = append(all, []byte(e))
+			}
+			return all
+		}}
+	})
+}
+
+// The questions are answered for any Enqueuer, and Events of the test's own are called, too.
+func TestRequire_otherEnqueuers(t *testing.T) {
+	for name, enq := range map[string]recovery.Enqueuer{
+		"func":  recovery.EnqueuerFunc(func(context.Context, recovery.Orphan) error { return nil }),
+		"batch": &box{},
+		"list":  recovery.NewListQueue("jobs"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				told := 0
+				cfg := recovery.Config{Events: recovery.Events{HandedBack: func(recovery.HandedBackInfo) { told++ }}}
+				env := recoverytest.New(t, recoverytest.WithEnqueuer(enq), recoverytest.WithConfig(cfg))
+				doomed, _ := env.Start("doomed"), env.Start("peer")
+				track(t, doomed, "one")
+				doomed.Crash()
+				env.RequireHandedBack("one")
+				env.RequireNothingLost("one")
+				assert.Equal(t, 1, told)
+			})
+		})
+	}
+}
+
+// What is put off is waited for, and why it does not come is shown.
+func TestRequireHandedBack_later(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		env := recoverytest.New(t, recoverytest.WithConfig(recovery.Config{Backoff: func(int) time.Duration { return 10 * time.Minute }}))
+		doomed, peer := env.Start("doomed"), env.Start("peer")
+		track(t, doomed, "later")
+		doomed.Crash()
+		env.RequireHandedBack("later")
+
+		track(t, peer, "refused")
+		env.Start("third")
+		env.Enqueuer.Fail(errors.New("queue is full"))
+		peer.Crash()
+		env.Advance(2 * time.Hour)
+		env.Enqueuer.Accept()
+		env.RequireHandedBack("later", "refused")
+	})
+}
+
+func TestRequireHandedBack_saysWhyNot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fresh := func(tb testing.TB) *recoverytest.Env { return recoverytest.New(tb) }
+		text := failing(t, fresh, func(e *recoverytest.Env) {
+			a, _ := e.Start("a"), e.Start("b")
+			track(t, a, "one")
+			e.Enqueuer.Fail(errors.New("queue is full"))
+			a.Crash()
+			e.RequireHandedBack("one")
+		})
+		assert.Contains(t, text, "hand-backs failed: queue is full")
+		text = failing(t, fresh, func(e *recoverytest.Env) {
+			a := e.Start("a")
+			track(t, a, "one")
+			a.Crash()
+			e.RequireHandedBack("one")
+		})
+		assert.Contains(t, text, "no worker is live")
+	})
+}
