@@ -55,11 +55,11 @@ func (h *heartbeater) auditOnce(ctx context.Context, inc *incarnation) error {
 	for i, l := range leases {
 		switch places[i] {
 		case placeClaimed, placeHanded:
-			if l.lose() {
+			if l.lose("Redis has it as somebody else's") {
 				info.Lost++
 			}
 		case placeQueued:
-			if l.lose() { // a failover undid its Fetch
+			if l.lose("a failover undid its Fetch") {
 				info.Lost++
 			}
 		case placeUnknown, placeNoRecord, placeNoIndex:

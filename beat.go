@@ -162,7 +162,7 @@ func (h *heartbeater) registered(ctx context.Context, inc *incarnation, entry *r
 	if entry == nil {
 		return
 	}
-	if err := entry.Err(); err != nil {
+	if err := entry.Err(); err != nil && h.r.life.Err() == nil {
 		h.r.log.Warn("recovery: could not renew the registry entry", "worker", inc.id, "err", err)
 		h.r.healRegistry(ctx, inc, err)
 	}

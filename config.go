@@ -245,7 +245,7 @@ func (p *problems) name(field, value string, required bool) {
 	}
 	for _, r := range value {
 		if badInName(r) {
-			p.addf("%s %q contains %q: spaces, control characters, '/', '{' and '}' can't be part of a key", field, value, r)
+			p.addf("%s %q contains %q: spaces, control characters, '/', '{' and '}' can't be part of a key; braces are added by themselves", field, value, r)
 			return
 		}
 	}

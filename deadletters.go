@@ -124,8 +124,11 @@ func (i *Inspector) open(d *DeadLetter, record, checkpoint any) {
 
 // Requeue gives a dead letter's job to enq, with Reason as it was, and forgets its crashes: it has all its recoveries again. The letter is
 // removed only after Enqueue returned nil; dying in between, or an error of the removal, leaves it, and a second Requeue repeats the
-// call with the same Key. A letter that can't be read is refused, with the reason.
+// call with the same Key. A letter that can't be read is refused, with the reason. With a ListQueue it goes into that list, wherever it was taken from.
 func (i *Inspector) Requeue(ctx context.Context, key string, enq Enqueuer) error {
+	if isNil(enq) {
+		return fmt.Errorf("recovery: requeue dead letter %q: %w: enq is nil", key, ErrInvalidConfig)
+	}
 	d, err := i.DeadLetter(ctx, key)
 	if err != nil {
 		return err
@@ -149,7 +152,7 @@ func (i *Inspector) Requeue(ctx context.Context, key string, enq Enqueuer) error
 	return i.remove(ctx, d)
 }
 
-// giveBack offers the letter's job. What came from a list goes back there, as a sweep would hand it back.
+// giveBack offers the letter's job. What came from a list goes into the list that is named here as the element that it was, or with its checkpoint.
 func (i *Inspector) giveBack(ctx context.Context, d *DeadLetter, enq Enqueuer) error {
 	q, ok := enq.(*ListQueue)
 	if !ok || !isElement(d.Record) {
@@ -162,7 +165,7 @@ func (i *Inspector) giveBack(ctx context.Context, d *DeadLetter, enq Enqueuer) e
 	if err = errors.Join(err, q.announce(ctx, i.rdb)); err != nil {
 		return err
 	}
-	p := parcel{list: e.queue, push: q.pushTo(e.side), element: e.bytes}
+	p := parcel{list: q.key, push: q.pushTo(q.side), element: e.bytes}
 	if o := d.Orphan; o.Checkpoint != nil { // the format may have a place for it
 		id, queue := o.ID, o.Queue
 		if o.Job, err = q.format.Decode(slices.Clone(e.bytes)); err != nil {

@@ -205,7 +205,7 @@ func (r *Recoverer) tellApart(list string) {
 	if _, told := r.apart.Swap(list, true); told {
 		return
 	}
-	r.log.Warn("recovery: the list is not in the workers' slot: jobs are handed back at least once, not exactly once; "+
+	r.log.Warn("recovery: the list is not in the workers' slot: jobs are handed back at least once, not exactly once, and Fetch and Work refuse it; "+
 		"give the list's key a hash tag, and set Config.HashTag to it", "list", list, "hash_tag", r.cfg.HashTag)
 }
 

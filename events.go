@@ -65,6 +65,7 @@ type RejoinedInfo struct {
 // LostInfo tells of one lease that this worker lost.
 type LostInfo struct {
 	Worker, Lease, Job, Queue string
+	Reason                    string // for people: "declared dead", "timed-out", "released", "stopping"
 }
 
 // RepairedInfo tells what an audit mended.

@@ -1,6 +1,7 @@
 package recovery
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -46,8 +47,9 @@ func (r *Recoverer) lists(src Source) ([]*ListQueue, error) {
 			return nil, fmt.Errorf("%w: %w", ErrInvalidConfig, err)
 		}
 		if !r.together(q.key) {
-			return nil, fmt.Errorf("%w: list %q is not in the workers' slot, HashTag is %q: give the list's key a hash tag, and set Config.HashTag to it",
-				ErrInvalidConfig, q.key, r.cfg.HashTag)
+			tag := cmp.Or(r.cfg.HashTag, "tag")
+			return nil, fmt.Errorf("%w: list %q is not in the workers' slot, HashTag is %q: give it a hash tag, as in %q, and set Config.HashTag to %q",
+				ErrInvalidConfig, q.key, r.cfg.HashTag, "{"+tag+"}:"+q.key, tag)
 		}
 		if known, ok := r.known.LoadOrStore(q.key, q); ok && !known.(*ListQueue).like(q) {
 			return nil, fmt.Errorf("%w: list %q is in use with another format, or from its other end", ErrInvalidConfig, q.key)
@@ -284,6 +286,9 @@ func (r *Recoverer) ask(ctx context.Context, inc *incarnation, c *fetchCall, mos
 		}
 		return answerOf(cmd)
 	})
+	if err != nil && len(c.lists) > 0 {
+		err = fmt.Errorf("take from %s: %w", c.names(), err)
+	}
 	if err != nil {
 		return nil, err
 	}

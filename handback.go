@@ -359,7 +359,7 @@ func (r *Recoverer) tellFate(c *claim, o *orphan, h *handed) {
 	}
 	var age time.Duration
 	if o.lease.start > 0 {
-		age = time.UnixMilli(c.now).Sub(o.TrackedAt)
+		age = max(0, time.UnixMilli(c.now).Sub(o.TrackedAt)) // c.now is in whole milliseconds
 	}
 	by := r.WorkerID()
 	log := func(level slog.Level, msg string, more ...any) {

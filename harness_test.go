@@ -116,6 +116,9 @@ func (w *world) client(f *faults) *redis.Client {
 	rdb := redis.NewClient(&redis.Options{
 		Addr:   "127.0.0.1:6379", // never dialled: Dialer decides
 		Dialer: func(ctx context.Context, _, _ string) (net.Conn, error) { return w.dial(ctx) },
+		// Enough, also on one core: whoever waits for a connection uses a timer that go-redis keeps for all clients, and synctest refuses one that was
+		// made in another bubble.
+		PoolSize: 1000,
 	})
 	if f != nil {
 		rdb.AddHook(f)

@@ -93,6 +93,9 @@ func (h *heartbeater) note(inc *incarnation, err error, took time.Duration) {
 	h.mu.Unlock()
 	if err == nil {
 		h.r.counts.beats.Add(1)
+		if h.failed > 0 {
+			h.r.log.Info("recovery: heartbeat is back", "worker", inc.id, "failed", h.failed)
+		}
 		h.failed = 0
 		if took > h.r.cfg.HeartbeatInterval/2 {
 			h.r.log.Warn("recovery: slow heartbeat", "worker", inc.id, "took", took)
@@ -233,7 +236,7 @@ func (h *heartbeater) part(ctx context.Context, inc *incarnation, leases []*Leas
 			continue
 		}
 		h.r.keepGiveUp(giveUp{lease: l, reason: Crashed})
-		if l.lose() {
+		if l.lose(why) {
 			lost++
 		}
 	}
@@ -250,7 +253,7 @@ func (h *heartbeater) abandon(inc *incarnation, why string) {
 	lost := 0
 	for _, l := range inc.close(ErrLost) {
 		h.r.keepGiveUp(giveUp{lease: l, reason: Crashed})
-		if l.lose() {
+		if l.lose(why) {
 			lost++
 		}
 	}

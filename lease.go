@@ -11,7 +11,7 @@ import (
 
 // Job is a piece of work as its worker knows it. Payload, ID and headers are opaque: any byte is allowed.
 type Job struct {
-	ID            string            // the caller's name for the job; not empty, at most 1 KiB
+	ID            string            // the caller's name for the job; not empty, at most 1 KiB. The same in every run: crashes are counted by it
 	Queue         string            // optional, for routing and for people
 	Payload       []byte            // opaque; handed back byte for byte
 	Headers       map[string]string // optional; for trace context and the like; at most 64 KiB
@@ -223,24 +223,24 @@ func (l *Lease) finish(err error) {
 				l.r.group.spawn(func() { l.r.deletePayload(l.r.hard, l.ID()) })
 			}
 		} else {
-			l.r.noteLost(l)
+			l.r.noteLost(l, "a peer has it")
 		}
 	}
 }
 
 // lose tells the holder that the job is somebody else's. It reports whether that was news.
 // A holder that called Done already is told by Done.
-func (l *Lease) lose() bool {
+func (l *Lease) lose(why string) bool {
 	if !l.end(ErrLost, leaseActive) {
 		return false
 	}
-	l.r.noteLost(l)
+	l.r.noteLost(l, why)
 	return true
 }
 
 // giveLocked tells the holder that its own worker hands the job back, if the lease is in state from. It unlocks l.mu. loud: there is a holder
 // who loses something.
-func (l *Lease) giveLocked(from leaseState, loud bool) bool {
+func (l *Lease) giveLocked(from leaseState, reason Reason, loud bool) bool {
 	if l.state != from {
 		l.mu.Unlock()
 		return false
@@ -254,7 +254,7 @@ func (l *Lease) giveLocked(from leaseState, loud bool) bool {
 	}
 	l.r.ended(1)
 	if loud {
-		l.r.noteLost(l)
+		l.r.noteLost(l, reason.String())
 	}
 	return true
 }

@@ -957,3 +957,24 @@ func TestListQueue_requeueWithFormat(t *testing.T) {
 		<-ended
 	})
 }
+
+// A person who names a list means that list.
+func TestListQueue_requeueElsewhere(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs")
+		m := w.join("a", Config{MaxRecoveries: 1}, into(q))
+		ended := working(m, bg, q, 1, func(context.Context, *Lease) error { panic("on purpose") })
+		w.push("jobs", "poison")
+		time.Sleep(time.Minute)
+		require.NoError(t, m.Stop(bg))
+		<-ended
+		inspector := NewInspector(w.raw, w.ns)
+		letters, err := inspector.DeadLetters(bg, 0, 10)
+		require.NoError(t, err)
+		require.Len(t, letters, 1)
+		require.ErrorContains(t, inspector.Requeue(bg, letters[0].Key, nil), "enq is nil")
+		require.NoError(t, inspector.Requeue(bg, letters[0].Key, NewListQueue("quarantine", ConsumeLeft())))
+		assert.Empty(t, w.queued("jobs"))
+		assert.Equal(t, []string{"poison"}, w.queued("quarantine"))
+	})
+}

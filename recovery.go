@@ -171,7 +171,7 @@ func (r *Recoverer) beginStart() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.state != StateNew || r.starting {
-		return fmt.Errorf("recovery: start: already started: state is %v", r.state)
+		return fmt.Errorf("recovery: start: already started: state is %v; it starts once, make another with New", r.state)
 	}
 	r.starting = true
 	if r.info.Started == 0 { // once: a join of an earlier Start may still be under way
@@ -204,7 +204,8 @@ func (r *Recoverer) drainLocked() {
 	}
 }
 
-// Run is Start, then waiting for ctx, then Stop with Config.StopTimeout. It returns their error.
+// Run is Start, then waiting for ctx, then Stop with Config.StopTimeout. It returns their error. Whoever calls it in a goroutine learns from Events.Started
+// when jobs can be taken.
 func (r *Recoverer) Run(ctx context.Context) error {
 	if err := r.Start(ctx); err != nil {
 		return err

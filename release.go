@@ -117,10 +117,10 @@ func (l *Lease) Release() error {
 	case releasePending:
 		l.r.keepGiveUp(giveUp{lease: l, reason: Released})
 		l.mu.Lock()
-		l.giveLocked(leaseReleasing, true)
+		l.giveLocked(leaseReleasing, Released, true)
 	case releaseGone:
 		l.end(ErrLost, leaseReleasing)
-		l.r.noteLost(l)
+		l.r.noteLost(l, Released.String())
 	}
 	close(l.released)
 	if err != nil {

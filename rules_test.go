@@ -722,3 +722,38 @@ func TestRules_releaseNotEncoded(t *testing.T) {
 		require.NoError(t, l.Done())
 	})
 }
+
+func TestDo_withoutFunc(t *testing.T) {
+	inBubble(t, func(w *world) {
+		m := w.join("a", Config{})
+		err := m.Do(bg, Job{ID: "job"}, nil)
+		require.ErrorIs(t, err, ErrInvalidConfig)
+		require.ErrorContains(t, err, `do job "job": `)
+		assert.Zero(t, m.Stats().Tracked)
+	})
+}
+
+// A log says why a job was lost: what the worker itself has done reads differently from what was done to it.
+func TestRules_lostAndWhy(t *testing.T) {
+	inBubble(t, func(w *world) {
+		var reasons []string
+		cfg := Config{Events: Events{Lost: func(i LostInfo) { reasons = append(reasons, i.Job+": "+i.Reason) }}}
+		a := w.join("a", cfg)
+		require.NoError(t, w.track(a, "back")[0].Release())
+		slow, err := a.Track(bg, Job{ID: "slow", Timeout: time.Second})
+		require.NoError(t, err)
+		<-slow.Context().Done()
+		w.track(a, "zombie")
+		w.join("b", Config{})
+		a.faults.add(&fault{mode: failBefore, times: -1})
+		time.Sleep(time.Minute)
+		a.faults.clear()
+		time.Sleep(time.Minute)
+		w.track(a, "left")
+		ctx, cancel := context.WithCancel(bg)
+		cancel()
+		require.ErrorIs(t, a.Stop(ctx), context.Canceled)
+		assert.Equal(t, []string{"back: released", "slow: timed-out", "zombie: declared dead by a peer", "left: stopping"}, reasons)
+		assert.Contains(t, w.logs.String(), "recovery: heartbeat is back")
+	})
+}

@@ -112,7 +112,7 @@ func (r *Recoverer) leave(ctx context.Context, overtime bool) (int, error) {
 	inc.kick()
 	for _, l := range inc.close(ErrLost) {
 		r.keepGiveUp(giveUp{lease: l, reason: Released}) // first: what is lost is handed back, by whatever way
-		l.lose()
+		l.lose("stopping")
 	}
 	returned, leaveErr := bounded(ctx, r.group, endless, func(ctx context.Context) (int, error) {
 		if err := r.fenceOwn(ctx, inc); err != nil {

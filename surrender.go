@@ -31,7 +31,7 @@ func (r *Recoverer) surrender(l *Lease, reason Reason) {
 // incarnation's list until it is out of the index: an audit must not take its record for a stray.
 func (r *Recoverer) giveUp(l *Lease, reason Reason, held bool) (giveUp, bool) {
 	l.lockSettled()
-	if !l.giveLocked(leaseActive, held) {
+	if !l.giveLocked(leaseActive, reason, held) {
 		return giveUp{}, false
 	}
 	l.home.count(func(t *tally) { t.doneSent++ })

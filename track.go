@@ -173,16 +173,20 @@ func (r *Recoverer) ended(n int) {
 	}
 }
 
-func (r *Recoverer) noteLost(l *Lease) {
+// noteLost tells that a holder has lost its job, and why.
+func (r *Recoverer) noteLost(l *Lease, why string) {
 	r.counts.lost.Add(1)
 	r.owes.Store(true) // perhaps it is in this worker's own claims, by a late copy of its own write: then nobody else looks after it
-	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
-	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.job.ID, Queue: l.job.Queue})
+	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "reason", why)
+	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.job.ID, Queue: l.job.Queue, Reason: why})
 }
 
 // Do tracks job, runs fn with the lease's context, and ends the lease. It returns fn's error; joined with ErrLost if the job was
 // lost meanwhile, or with Done's error. If fn panics the job is handed back, with Reason Panicked, and the panic goes on.
 func (r *Recoverer) Do(ctx context.Context, job Job, fn func(context.Context) error) error {
+	if fn == nil && job.validate(&r.cfg) == nil {
+		return fmt.Errorf("do job %q: %w: fn is nil", job.ID, ErrInvalidConfig)
+	}
 	l, err := r.Track(ctx, job)
 	if err != nil {
 		return err

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -262,7 +261,7 @@ func queueEntries(lists []*ListQueue) []redis.Z {
 func queueNames(lists []*ListQueue) string {
 	names := make([]string, len(lists))
 	for i, q := range lists {
-		names[i] = strconv.Quote(q.key)
+		names[i] = q.key
 	}
 	return strings.Join(names, ", ")
 }

@@ -111,6 +111,9 @@ func (e *Env) client(l *link) *redis.Client {
 	return redis.NewClient(&redis.Options{
 		Addr:   "127.0.0.1:6379", // never dialled: Dialer decides
 		Dialer: func(ctx context.Context, _, _ string) (net.Conn, error) { return l.dial(ctx) },
+		// Enough, also on one core: whoever waits for a connection uses a timer that go-redis keeps for all clients, and synctest refuses one that was
+		// made in another bubble.
+		PoolSize: 1000,
 	})
 }
 
