@@ -37,6 +37,9 @@ func InspectStore(s PayloadStore) InspectorOption { return func(i *Inspector) { 
 
 // DeadLetters returns a page of the dead letters, oldest first: at most limit, after skipping offset. An empty page is the end.
 func (i *Inspector) DeadLetters(ctx context.Context, offset, limit int) ([]DeadLetter, error) {
+	if err := i.problem(); err != nil {
+		return nil, err
+	}
 	if offset < 0 || limit < 1 {
 		return nil, fmt.Errorf("recovery: page of dead letters: offset is %d, at least 0; limit is %d, at least 1", offset, limit)
 	}
@@ -61,6 +64,9 @@ func (i *Inspector) DeadLetters(ctx context.Context, offset, limit int) ([]DeadL
 
 // DeadLetter returns one letter by its Key, or ErrNoLetter.
 func (i *Inspector) DeadLetter(ctx context.Context, key string) (*DeadLetter, error) {
+	if err := i.problem(); err != nil {
+		return nil, err
+	}
 	at, err := i.rdb.ZScore(ctx, i.keys.deadIndex(), key).Result()
 	if errors.Is(err, redis.Nil) {
 		return nil, fmt.Errorf("%w: %q", ErrNoLetter, key)

@@ -22,6 +22,9 @@ type DoctorReport struct {
 // Only a failover, or a person, can do that. It walks over all keys of the namespace, by SCAN, on every master: not for a cron job on
 // a busy Redis, but for the day after. It repairs what it finds, and may run while the fleet does.
 func (i *Inspector) Doctor(ctx context.Context) (DoctorReport, error) {
+	if err := i.problem(); err != nil {
+		return DoctorReport{}, err
+	}
 	found, err := i.walk(ctx)
 	report := DoctorReport{Workers: len(found.workers), Damaged: found.damaged}
 	if err != nil {

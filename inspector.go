@@ -14,10 +14,11 @@ import (
 
 // Inspector looks at a fleet from outside of its workers. It is safe for concurrent use.
 type Inspector struct {
-	rdb   redis.UniversalClient
-	keys  keyspace
-	codec Codec
-	store PayloadStore
+	rdb       redis.UniversalClient
+	namespace string
+	keys      keyspace
+	codec     Codec
+	store     PayloadStore
 }
 
 // InspectorOption tells an Inspector what the workers' Config says.
@@ -31,11 +32,26 @@ func InspectCodec(c Codec) InspectorOption { return func(i *Inspector) { i.codec
 
 // NewInspector returns an Inspector of the fleet with that namespace. It never closes rdb.
 func NewInspector(rdb redis.UniversalClient, namespace string, opts ...InspectorOption) *Inspector {
-	i := &Inspector{rdb: rdb, keys: newKeyspace(cmp.Or(namespace, "default"), "")}
+	namespace = cmp.Or(namespace, "default")
+	i := &Inspector{rdb: rdb, namespace: namespace, keys: newKeyspace(namespace, "")}
 	for _, o := range opts {
 		o(i)
 	}
 	return i
+}
+
+// problem is what New would have said: a fleet with such settings can't exist, and looking for it would find that all is well.
+func (i *Inspector) problem() error {
+	var p problems
+	if err := validateClient(i.rdb); err != nil {
+		p = append(p, err)
+	}
+	p.name("namespace", i.namespace, true)
+	p.name("InspectHashTag", i.keys.tag, false)
+	if len(p) > 0 {
+		return fmt.Errorf("%w: %w", ErrInvalidConfig, errors.Join(p...))
+	}
+	return nil
 }
 
 // WorkerState is what an Inspector sees of a worker.
@@ -67,6 +83,9 @@ type WorkerInfo struct {
 // Workers returns every registered worker, by ID. It costs six small reads a worker. Workers that can't be read are left out, and the
 // error says why; those that can are returned all the same.
 func (i *Inspector) Workers(ctx context.Context) ([]WorkerInfo, error) {
+	if err := i.problem(); err != nil {
+		return nil, err
+	}
 	ids, err := i.rdb.SMembers(ctx, i.keys.workers()).Result()
 	if err != nil {
 		return nil, fmt.Errorf("recovery: read registry: %w", err)
@@ -169,6 +188,9 @@ type InflightInfo struct {
 
 // Inflight returns the leases that a worker holds, oldest first. It reads their records, payloads too, page by page.
 func (i *Inspector) Inflight(ctx context.Context, worker string) ([]InflightInfo, error) {
+	if err := i.problem(); err != nil {
+		return nil, err
+	}
 	k := i.keys.worker(worker)
 	leases, err := i.rdb.ZRangeWithScores(ctx, k.inflight, 0, -1).Result()
 	if err != nil {

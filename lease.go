@@ -72,6 +72,7 @@ type Lease struct {
 
 	released   chan struct{} // closed when releasing has ended
 	refused    bool          // Release was called, and refused
+	cause      string        // what the handler panicked with, for the dead letter that it may become
 	taken      bool          // moved into the claims by this worker
 	homeless   bool          // Redis lost it while it was being given up
 	handed     bool          // its worker has tried to hand it back

@@ -949,6 +949,7 @@ func TestListQueue_requeueWithFormat(t *testing.T) {
 		assert.Equal(t, "jobs", letters[0].Queue)
 		assert.Equal(t, "page 2", string(letters[0].Checkpoint))
 		assert.Len(t, letters[0].Crashes, 2)
+		assert.Equal(t, "panic: on purpose", letters[0].LastError)
 		require.NoError(t, inspector.Requeue(bg, letters[0].Key, q))
 		assert.EqualValues(t, 0, w.raw.Exists(bg, m.keys.crashes("order-7")).Val(), "it has all its recoveries again")
 		time.Sleep(time.Minute)

@@ -757,3 +757,19 @@ func TestRules_lostAndWhy(t *testing.T) {
 		assert.Contains(t, w.logs.String(), "recovery: heartbeat is back")
 	})
 }
+
+// An Inspector of a fleet that can't exist says so, instead of that all is well.
+func TestInspector_refuses(t *testing.T) {
+	inBubble(t, func(w *world) {
+		for _, i := range []*Inspector{NewInspector(w.raw, "a b"), NewInspector(nil, "ns"), NewInspector(w.raw, "ns", InspectHashTag("{tag}"))} {
+			_, workers := i.Workers(bg)
+			_, inflight := i.Inflight(bg, "w")
+			_, letters := i.DeadLetters(bg, 0, 1)
+			_, letter := i.DeadLetter(bg, "w/1")
+			_, doctor := i.Doctor(bg)
+			for _, err := range []error{workers, inflight, letters, letter, doctor, i.Requeue(bg, "w/1", &recorder{}), i.Discard(bg, "w/1")} {
+				assert.ErrorIs(t, err, ErrInvalidConfig)
+			}
+		}
+	})
+}

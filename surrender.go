@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 )
@@ -177,7 +178,7 @@ func (r *Recoverer) ownClaim(g giveUp, t taking) *claim {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	lease := claimedLease{member: l.member, start: t.start, reason: g.reason, waited: l.handed, homeless: l.homeless,
-		record: l.record, checkpoint: l.checkpoint}
+		lastErr: strings.Join(strings.Fields(l.cause), " "), record: l.record, checkpoint: l.checkpoint}
 	l.handed = true
 	return &claim{worker: l.home.id, keys: l.home.keys, until: time.Now().Add(r.tm.claimTTL), now: t.now, leases: []claimedLease{lease}}
 }

@@ -208,6 +208,9 @@ func (p *pool) one(l *Lease) {
 	if perr != nil {
 		logPanic(p.r.log, "recovery: a handler panicked, its job is handed back", perr,
 			"worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
+		l.mu.Lock()
+		l.cause = perr.Error()
+		l.mu.Unlock()
 		p.r.surrender(l, Panicked)
 		return
 	}
