@@ -91,25 +91,23 @@ func chaosConfig(ns, name string) Config {
 //	E  the Enqueuer has taken it
 //	K  a process kills itself
 //	X  the test kills the process of this name
+//
+// Every line is fsynced before its writer goes on.
 type book struct {
 	mu   sync.Mutex
 	file *os.File
-	safe bool // every line is fsynced
 }
 
-func openBook(path string, safe bool) (*book, error) {
+func openBook(path string) (*book, error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	return &book{file: f, safe: safe}, err
+	return &book{file: f}, err
 }
 
 func (b *book) write(op, lease, job string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	_, err := fmt.Fprintf(b.file, "%s %s %s %d\n", op, lease, job, time.Now().UnixMicro())
-	if b.safe {
-		err = errors.Join(err, b.file.Sync())
-	}
-	return err
+	return errors.Join(err, b.file.Sync())
 }
 
 // note is write for a process that can do nothing about an error but die.
@@ -185,12 +183,12 @@ func nthKiller(b *book, where string, nth int) *killer {
 }
 
 // chaosChild is what every process begins with. It ends with its stdin.
-func chaosChild(safe bool) (*Recoverer, chaosOrders, *book, *killer) {
+func chaosChild() (*Recoverer, chaosOrders, *book, *killer) {
 	endWithStdin()
 	redis.SetLogger(silence{})
 	var o chaosOrders
 	readOrders(&o)
-	b, err := openBook(o.Book, safe)
+	b, err := openBook(o.Book)
 	if err != nil {
 		fatal(err)
 	}
@@ -221,7 +219,7 @@ func chaosChild(safe bool) (*Recoverer, chaosOrders, *book, *killer) {
 
 // chaosSteps goes through every step of the protocol once, and is killed at one of them.
 func chaosSteps() {
-	r, o, b, k := chaosChild(true)
+	r, o, b, k := chaosChild()
 	track := func(id string) *Lease {
 		l, err := r.Track(bg, Job{ID: id + o.Name, Payload: []byte(id + o.Name)})
 		if err != nil {
@@ -292,7 +290,7 @@ func chaosSteps() {
 
 // chaosSoak does whatever workers do, until it is killed.
 func chaosSoak() {
-	r, o, b, _ := chaosChild(false)
+	r, o, b, _ := chaosChild()
 	fmt.Println("ready")
 	var n atomic.Int64
 	if o.List != "" {
@@ -376,7 +374,7 @@ func newChaos(w *world, network, addr string) *chaos {
 	w.t.Helper()
 	c := &chaos{world: w, rdb: w.raw, orders: chaosOrders{Network: network, Addr: addr}, path: filepath.Join(w.t.TempDir(), "book")}
 	var err error
-	c.book, err = openBook(c.path, false)
+	c.book, err = openBook(c.path)
 	require.NoError(w.t, err)
 	w.t.Cleanup(func() { c.book.file.Close() })
 	return c
@@ -629,9 +627,9 @@ func (c *chaos) beaten(n int) {
 }
 
 // What a worker and a sweeper do, by the names that nameOf gives: scripts, commands and callbacks of the user.
-var stepsOfTracking = []string{"sadd", "join", "beat", "commit", "checkpoint", "take", "untake", "lock", "sscan", "hget", "claim", "records", "count", "enqueue",
+var stepsOfTracking = []string{"config", "zrange", "get", "where", "sadd", "join", "beat", "commit", "checkpoint", "take", "untake", "lock", "sscan", "hget", "claim", "records", "count", "enqueue",
 	"do", "forget", "postpone", "bury", "srem", "unlock", "leave", "del"}
-var stepsOfLists = []string{"fetch", "deliver", "restore", "take", "zadd", "claim", "records", "count", "srem", "leave", "commit"}
+var stepsOfLists = []string{"sadd", "zrange", "time", "where", "unlock", "fetch", "deliver", "restore", "take", "zadd", "claim", "records", "count", "srem", "leave", "commit"}
 
 type killPoint struct {
 	where string
@@ -653,6 +651,9 @@ func killPoints() (all []killPoint) {
 				all = append(all, killPoint{when + s, nth, true})
 			}
 		}
+	}
+	for _, when := range []string{"before ", "after "} { // the first commits are Track
+		all = append(all, killPoint{when + "commit", 3, false}, killPoint{when + "commit", 3, true})
 	}
 	return all
 }

@@ -86,8 +86,8 @@
 //     claimed, and dead letters are gone. A failover may lose the last writes, see Config.WaitReplicas.
 //   - Recovery while no worker runs. The next one that starts does it, if that is within Config.InflightTTL.
 //   - Order, priorities, schedules, retries of jobs that failed, and results.
-//   - A [Lease.Fence] that grows in any case. It is the microsecond of Track by Redis' clock, strictly growing within one
-//     incarnation. From one worker to the next it is as good as the clock: one that goes back, or those of two Cluster
+//   - A [Lease.Fence] that grows in any case. It is the microsecond of Track by Redis' clock, and grows with every write of
+//     an incarnation; jobs that were tracked or fetched together share one. From one worker to the next it is as good as the clock: one that goes back, or those of two Cluster
 //     nodes, can make a later run's number smaller.
 //   - Dead letters for ever: beyond Config.MaxDead the oldest are dropped, and announced by Events.Dropped.
 //   - The end of a func that ignores its context. A job that timed out, or was lost, may run twice for a while.

@@ -224,3 +224,44 @@ func (i *Inspector) describe(lease string, start float64, record any) InflightIn
 	info.Size, info.Job.Payload = len(info.Job.Payload), nil
 	return info
 }
+
+// ClaimInfo is a lease on its way to the Enqueuer.
+type ClaimInfo struct {
+	InflightInfo
+	Reason    Reason
+	Due       time.Time // Redis' clock; when whoever comes by offers it again
+	Attempts  int       // hand-backs that failed
+	LastError string    // of the Enqueuer
+}
+
+// Claimed returns the leases of a worker that are on their way to the Enqueuer, the next one first.
+func (i *Inspector) Claimed(ctx context.Context, worker string) ([]ClaimInfo, error) {
+	if err := i.problem(); err != nil {
+		return nil, err
+	}
+	k := i.keys.worker(worker)
+	claims, err := i.rdb.ZRangeWithScores(ctx, k.claims, 0, -1).Result()
+	if err != nil {
+		return nil, fmt.Errorf("recovery: read claims of worker %q: %w", worker, err)
+	}
+	infos := make([]ClaimInfo, 0, len(claims))
+	for page := range slices.Chunk(claims, claimLeases) {
+		fields := make([]string, 0, 2*len(page))
+		for _, z := range page {
+			member, _ := z.Member.(string)
+			fields = append(fields, member, member+".claim")
+		}
+		values, err := i.rdb.HMGet(ctx, k.jobs, fields...).Result()
+		if err != nil {
+			return infos, fmt.Errorf("recovery: read records of worker %q: %w", worker, err)
+		}
+		for n, z := range page {
+			var l claimedLease
+			note, _ := values[2*n+1].(string)
+			l.parse(note)
+			infos = append(infos, ClaimInfo{InflightInfo: i.describe(leaseID(worker, fields[2*n]), float64(l.start), values[2*n]),
+				Reason: l.reason, Due: time.UnixMilli(int64(z.Score)), Attempts: l.attempts, LastError: l.lastErr})
+		}
+	}
+	return infos, nil
+}

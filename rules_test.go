@@ -773,3 +773,26 @@ func TestInspector_refuses(t *testing.T) {
 		}
 	})
 }
+
+func TestInspector_claimed(t *testing.T) {
+	bothWays(t, func(t *testing.T, w *world) {
+		a, b := w.join("a", slowHeart()), w.join("b", slowHeart())
+		b.enq.set(func(context.Context, Orphan) error { return errors.New("queue is full") })
+		_, err := a.Track(bg, Job{ID: "job", Queue: "q", Payload: []byte("12345")})
+		require.NoError(t, err)
+		require.NoError(t, a.fenceOwn(bg, a.current.Load()))
+		_, err = b.Sweep(bg)
+		require.NoError(t, err)
+		claims, err := NewInspector(w.raw, w.ns).Claimed(bg, a.WorkerID())
+		require.NoError(t, err)
+		require.Len(t, claims, 1)
+		c := claims[0]
+		assert.Equal(t, []any{"job", "q", 5, 1, "queue is full", Crashed, a.WorkerID() + "/1"},
+			[]any{c.Job.ID, c.Job.Queue, c.Size, c.Attempts, c.LastError, c.Reason, c.Lease})
+		assert.WithinDuration(t, time.Now(), c.Started, time.Minute)
+		assert.True(t, c.Due.After(time.Now()), "%v", c.Due)
+		claims, err = NewInspector(w.raw, w.ns).Claimed(bg, b.WorkerID())
+		require.NoError(t, err)
+		assert.Empty(t, claims)
+	})
+}

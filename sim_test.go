@@ -30,7 +30,7 @@ import (
 //	go test -run TestSimulation . -sim.seed=42             one, with its log, up to 200 times
 var (
 	simSeed = flag.Int64("sim.seed", 0, "TestSimulation: run this schedule only, up to 200 times")
-	simN    = flag.Int64("sim.n", 15, "TestSimulation: number of schedules")
+	simN    = flag.Int64("sim.n", 30, "TestSimulation: number of schedules")
 	simFrom = flag.Int64("sim.from", 1, "TestSimulation: the first schedule")
 )
 
@@ -307,9 +307,7 @@ func (s *sim) play() {
 		if s.rnd.IntN(5) < 3 {
 			time.Sleep(time.Duration(s.rnd.IntN(1500)) * time.Millisecond)
 		}
-		if i%4 == 3 {
-			s.inspect()
-		}
+		s.inspect()
 	}
 }
 

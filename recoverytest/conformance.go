@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -19,11 +20,13 @@ type Subject struct {
 	Delivered func(t testing.TB) [][]byte
 	// AtLeastOnce says that a repeated call with the same Key may deliver again, as a plain list does: whoever runs the jobs has to bear it.
 	AtLeastOnce bool
+	// Break, if there is one, makes the queue unusable: closes its connection, say.
+	Break func(t testing.TB)
 }
 
 // EnqueuerConformance runs what every Enqueuer should pass, each part on a fresh Subject: payloads arrive byte for byte; a repeated call with the same Key does not
 // deliver twice, unless the Subject is AtLeastOnce; the same job with another Key does; calls may be concurrent; a context that has ended does not keep a call; a batch
-// answers for each.
+// answers for each; a queue that is broken makes an error.
 func EnqueuerConformance(t *testing.T, factory func(t testing.TB) Subject) {
 	t.Run("payload", func(t *testing.T) {
 		for name, payload := range map[string][]byte{"empty": {}, "binary": {0, 255, '\r', '\n', '{'}, "large": bytes.Repeat([]byte("x"), 1<<20), "unicode": []byte("grüße \u2028")} {
@@ -42,9 +45,22 @@ func EnqueuerConformance(t *testing.T, factory func(t testing.TB) Subject) {
 		o := orphan("job", "w-1/1", []byte("once"))
 		enqueue(t, s, o)
 		enqueue(t, s, o) // as after a sweeper that died before it could forget the lease
-		if got := s.Delivered(t); len(got) != 1 && !s.AtLeastOnce {
+		if got := s.Delivered(t); len(got) < 1 || len(got) > 1 && !s.AtLeastOnce {
 			t.Fatalf("recoverytest: Enqueue was repeated with the same Key, and delivered %d times: %s\n"+
 				"remember Keys that were accepted; or set Subject.AtLeastOnce, if whoever runs the jobs can bear that", len(got), shortList(got))
+		}
+	})
+	t.Run("same Key at the same time", func(t *testing.T) {
+		s := factory(t)
+		o := orphan("job", "w-1/1", []byte("once"))
+		var wg sync.WaitGroup
+		for range 8 { // two sweepers, one of which was slow
+			wg.Go(func() { _ = s.Enqueuer.Enqueue(context.Background(), o) }) // an error is no promise
+		}
+		wg.Wait()
+		enqueue(t, s, o)
+		if got := s.Delivered(t); len(got) < 1 || len(got) > 1 && !s.AtLeastOnce {
+			t.Fatalf("recoverytest: Enqueue was called with the same Key at the same time, and delivered %d times: %s", len(got), shortList(got))
 		}
 	})
 	t.Run("same job, other Key", func(t *testing.T) {
@@ -71,10 +87,25 @@ func EnqueuerConformance(t *testing.T, factory func(t testing.TB) Subject) {
 				t.Fatalf("recoverytest: Enqueue: %v", err)
 			}
 		}
-		if got := s.Delivered(t); len(got) != n {
+		got := s.Delivered(t)
+		if len(got) != n {
 			t.Fatalf("recoverytest: %d concurrent calls were accepted, %d jobs arrived", n, len(got))
 		}
+		for i := range n {
+			requireDelivered(t, got, fmt.Append(nil, i))
+		}
 	})
+	if factory(t).Break != nil {
+		t.Run("broken", func(t *testing.T) {
+			s := factory(t)
+			s.Break(t)
+			ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+			defer cancel()
+			if err := s.Enqueuer.Enqueue(ctx, orphan("job", "w-1/1", []byte("kept"))); err == nil {
+				t.Fatal("recoverytest: the queue is broken, and Enqueue returned nil: the job would be forgotten")
+			}
+		})
+	}
 	t.Run("ended context", func(t *testing.T) {
 		s := factory(t)
 		ctx, cancel := context.WithCancel(context.Background())
@@ -109,10 +140,21 @@ func EnqueuerConformance(t *testing.T, factory func(t testing.TB) Subject) {
 				}
 			}
 		}
-		if got := s.Delivered(t); len(got) != len(os) && !s.AtLeastOnce {
+		got := s.Delivered(t)
+		if len(got) != len(os) && !s.AtLeastOnce {
 			t.Fatalf("recoverytest: %d orphans were enqueued in one call, twice, and delivered as %s", len(os), shortList(got))
 		}
+		for _, o := range os {
+			requireDelivered(t, got, o.Payload)
+		}
 	})
+}
+
+func requireDelivered(t testing.TB, got [][]byte, payload []byte) {
+	t.Helper()
+	if !slices.ContainsFunc(got, func(g []byte) bool { return bytes.Equal(g, payload) }) {
+		t.Fatalf("recoverytest: %q did not arrive: %s", payload, shortList(got))
+	}
 }
 
 func enqueue(t testing.TB, s Subject, o recovery.Orphan) {

@@ -2,6 +2,9 @@ package recoverytest_test
 
 import (
 	"context"
+	"maps"
+	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 
@@ -24,20 +27,25 @@ func Example() {
 	}
 }
 
+// shelf is an Enqueuer that remembers Keys.
+type shelf struct {
+	mu   sync.Mutex
+	jobs map[string][]byte // by Key
+}
+
+func (s *shelf) Enqueue(_ context.Context, o recovery.Orphan) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.jobs[o.Key] = o.Payload
+	return nil
+}
+
 // An Enqueuer of your own is asked for what the library relies on.
 func ExampleEnqueuerConformance() {
-	_ = func(t *testing.T) { // func TestMyEnqueuer(t *testing.T)
+	_ = func(t *testing.T) { // func TestShelf(t *testing.T)
 		recoverytest.EnqueuerConformance(t, func(t testing.TB) recoverytest.Subject {
-			q := &recoverytest.Enqueuer{} // instead of yours, fresh and empty
-			return recoverytest.Subject{Enqueuer: q, Delivered: func(testing.TB) (payloads [][]byte) {
-				seen := map[string]bool{}
-				for _, o := range q.Orphans() {
-					if !seen[o.Key] {
-						payloads, seen[o.Key] = append(payloads, o.Payload), true
-					}
-				}
-				return payloads
-			}}
+			s := &shelf{jobs: map[string][]byte{}} // fresh and empty
+			return recoverytest.Subject{Enqueuer: s, Delivered: func(testing.TB) [][]byte { return slices.Collect(maps.Values(s.jobs)) }}
 		})
 	}
 }

@@ -269,9 +269,10 @@ func TestEnqueuerConformance(t *testing.T) {
 // A plain list delivers again: that can be said.
 func TestEnqueuerConformance_atLeastOnce(t *testing.T) {
 	recoverytest.EnqueuerConformance(t, func(t testing.TB) recoverytest.Subject {
-		rdb := recoverytest.New(t).Client()
+		env := recoverytest.New(t)
+		rdb := env.Client()
 		q := recovery.NewListQueue("jobs", recovery.ListClient(rdb))
-		return recoverytest.Subject{Enqueuer: q, AtLeastOnce: true, Delivered: func(testing.TB) (all [][]byte) {
+		return recoverytest.Subject{Enqueuer: q, AtLeastOnce: true, Break: func(testing.TB) { env.Redis.SetError("it is broken") }, Delivered: func(testing.TB) (all [][]byte) {
 			for _, e := range rdb.LRange(bg, "jobs", 0, -1).Val() {
 				all = append(all, []byte(e))
 			}
@@ -340,5 +341,31 @@ func TestRequireHandedBack_saysWhyNot(t *testing.T) {
 			e.RequireHandedBack("one")
 		})
 		assert.Contains(t, text, "no worker is live")
+	})
+}
+
+// One job that is claimed does not hide another one that is gone; nor does a worker's name.
+func TestRequire_notFooled(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fresh := func(tb testing.TB) *recoverytest.Env {
+			e := recoverytest.New(tb)
+			e.Enqueuer.Fail(errors.New("not now"))
+			a, _ := e.Start("dead"), e.Start("b")
+			track(t, a, "one")
+			return e
+		}
+		text := failing(t, fresh, func(e *recoverytest.Env) {
+			workers, err := recovery.NewInspector(e.Client(), "").Workers(bg)
+			require.NoError(t, err)
+			require.Len(t, workers, 2)
+			e.Redis.HSet("recovery:1:default:{"+workers[1].ID+"}:session", "state", "fenced")
+			e.Advance(10 * time.Second)
+			e.RequireNothingLost("one")
+			e.RequireNothingLost("one", "never tracked")
+		})
+		assert.Contains(t, text, "lost: never tracked")
+		assert.Contains(t, text, "claimed, on their way: one")
+		text = failing(t, fresh, func(e *recoverytest.Env) { e.Redis.Del("recovery:1:default:workers"); e.RequireConsistent() })
+		assert.Contains(t, text, "is not registered")
 	})
 }

@@ -1,6 +1,7 @@
 package recoverytest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,11 +15,10 @@ import (
 
 // picture is where every job is.
 type picture struct {
-	tracked, handedBack, dead []string // job IDs
-	claims                    int
-	waiting                   []string // of each claim, when it is offered again and why not yet
-	live                      int      // workers
-	problems                  []string
+	tracked, claimed, handedBack, dead []string // job IDs
+	waiting                            []string // of each claim, when it is offered again and why not yet
+	live                               int      // workers
+	problems                           []string
 }
 
 func (p *picture) String() string {
@@ -28,7 +28,7 @@ func (p *picture) String() string {
 		}
 		return strings.Join(ids, ", ")
 	}
-	s := fmt.Sprintf("tracked: %s\nhanded back: %s\ndead letters: %s\nclaimed, on their way: %d", show(p.tracked), show(p.handedBack), show(p.dead), p.claims)
+	s := fmt.Sprintf("tracked: %s\nhanded back: %s\ndead letters: %s\nclaimed, on their way: %s", show(p.tracked), show(p.handedBack), show(p.dead), show(p.claimed))
 	for _, w := range p.waiting {
 		s += "\n  " + w
 	}
@@ -55,9 +55,8 @@ func (e *Env) look() *picture {
 		if w.State == "running" || w.State == "draining" {
 			p.live++
 		}
-		p.claims += w.Claimed
 		if w.Claimed > 0 {
-			p.waiting = append(p.waiting, e.claims(rdb, w.ID)...)
+			e.claims(p, i, w.ID)
 		}
 		leases, err := i.Inflight(ctx, w.ID)
 		p.note(err)
@@ -82,24 +81,18 @@ func (e *Env) look() *picture {
 	return p
 }
 
-// claims describes what a worker has in its claims.
-func (e *Env) claims(rdb *redis.Client, worker string) (all []string) {
-	ctx := context.Background()
-	base := e.base(worker)
-	now := rdb.Time(ctx).Val()
-	for _, z := range rdb.ZRangeWithScores(ctx, base+"claims", 0, -1).Val() {
-		member := fmt.Sprint(z.Member)
-		words := strings.SplitN(rdb.HGet(ctx, base+"jobs", member+".claim").Val(), " ", 5) // start attempts reason flags error
-		text := fmt.Sprintf("lease %s/%s is due in %v", worker, member, time.UnixMilli(int64(z.Score)).Sub(now).Round(time.Millisecond))
-		if len(words) > 2 {
-			text += fmt.Sprintf(", %s, %s hand-backs failed", words[2], words[1])
+// claims looks at what a worker has in its claims.
+func (e *Env) claims(p *picture, i *recovery.Inspector, worker string) {
+	claims, err := i.Claimed(context.Background(), worker)
+	p.note(err)
+	for _, c := range claims {
+		p.claimed = append(p.claimed, c.Job.ID)
+		text := fmt.Sprintf("job %q is due in %v, %v, %d hand-backs failed", c.Job.ID, time.Until(c.Due).Round(time.Millisecond), c.Reason, c.Attempts)
+		if c.LastError != "" {
+			text += ": " + c.LastError
 		}
-		if len(words) > 4 && words[4] != "" {
-			text += ": " + words[4]
-		}
-		all = append(all, text)
+		p.waiting = append(p.waiting, text)
 	}
-	return all
 }
 
 // nextOffer is when the first of what is claimed is due, or zero.
@@ -109,10 +102,9 @@ func (e *Env) nextOffer() (first time.Time) {
 	i := recovery.NewInspector(rdb, e.cfg.Namespace, recovery.InspectHashTag(e.cfg.HashTag))
 	workers, _ := i.Workers(context.Background())
 	for _, w := range workers {
-		for _, z := range rdb.ZRangeWithScores(context.Background(), e.base(w.ID)+"claims", 0, 0).Val() {
-			if t := time.UnixMilli(int64(z.Score)); first.IsZero() || t.Before(first) {
-				first = t
-			}
+		claims, _ := i.Claimed(context.Background(), w.ID)
+		if len(claims) > 0 && (first.IsZero() || claims[0].Due.Before(first)) {
+			first = claims[0].Due
 		}
 	}
 	return first
@@ -138,14 +130,8 @@ func (p *picture) note(err error) {
 
 // patience is how long RequireHandedBack waits: what the configuration allows, and as much again for a slow machine.
 func (e *Env) patience() time.Duration {
-	threshold, sweep := e.cfg.OrphanThreshold, e.cfg.SweepInterval
-	if threshold == 0 {
-		threshold = max(20*time.Second, 4*e.cfg.HeartbeatInterval)
-	}
-	if sweep == 0 {
-		sweep = max(5*time.Second, e.cfg.HeartbeatInterval)
-	}
-	return 2 * (threshold + sweep)
+	beat := cmp.Or(e.cfg.HeartbeatInterval, 5*time.Second)
+	return 2 * (cmp.Or(e.cfg.OrphanThreshold, 4*beat) + cmp.Or(e.cfg.SweepInterval, beat))
 }
 
 // RequireHandedBack waits until each of these jobs was accepted by the Enqueuer, for as long as the configuration allows, twice; a job that is put off, by
@@ -204,12 +190,12 @@ func (e *Env) RequireNothingLost(ids ...string) {
 	missing := 0
 	var lost []string
 	for _, id := range ids {
-		if !slices.Contains(p.tracked, id) && !slices.Contains(p.handedBack, id) && !slices.Contains(p.dead, id) {
+		if !slices.Contains(p.tracked, id) && !slices.Contains(p.claimed, id) && !slices.Contains(p.handedBack, id) && !slices.Contains(p.dead, id) {
 			missing++
 			lost = append(lost, id)
 		}
 	}
-	if missing > p.claims { // a claimed job has no name to be asked for
+	if missing > 0 {
 		e.t.Fatalf("recoverytest: lost: %s\n%v", strings.Join(lost, ", "), p)
 	}
 }
@@ -234,7 +220,7 @@ func (e *Env) RequireConsistent() {
 	for _, key := range e.Redis.Keys() {
 		for _, name := range []string{":inflight", ":jobs", ":claims"} {
 			id, ok := strings.CutSuffix(key, name)
-			if !ok || !strings.HasPrefix(id, prefix) || strings.Contains(id, "dead") {
+			if !ok || !strings.HasPrefix(id, prefix) || id == prefix+"{dead}" || id == e.key(prefix, "dead") {
 				continue
 			}
 			if w := workerOf(id, prefix, e.cfg.HashTag); !slices.Contains(registry, w) {
