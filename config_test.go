@@ -124,12 +124,15 @@ func TestExponential(t *testing.T) {
 }
 
 func FuzzConfig(f *testing.F) {
-	f.Add("ns", "name", "tag", int64(0), int64(0), int64(0), int64(0), 0, 0)
-	f.Add("{}", "a b", "\x00", int64(-1), int64(1<<62), int64(1<<63-1), int64(1), -5, 1<<30)
+	f.Add("ns", "name", "tag", int64(0), int64(0), int64(0), int64(0), 0, 0, int64(0), int64(0), int64(0), 0, 0)
+	f.Add("{}", "a b", "\x00", int64(-1), int64(1<<62), int64(1<<63-1), int64(1), -5, 1<<30, int64(-2), int64(1<<61), int64(7), -1, 1<<31)
 	rdb := redis.NewClient(&redis.Options{Addr: "127.0.0.1:1"})
-	f.Fuzz(func(t *testing.T, ns, name, tag string, beat, orphan, sweep, ttl int64, payload, inflight int) {
+	f.Fuzz(func(t *testing.T, ns, name, tag string, beat, orphan, sweep, ttl int64, payload, inflight int,
+		lock, enqueue, other int64, recoveries, rest int) {
 		cfg := Config{Namespace: ns, WorkerName: name, HashTag: tag, HeartbeatInterval: time.Duration(beat), OrphanThreshold: time.Duration(orphan),
-			SweepInterval: time.Duration(sweep), InflightTTL: time.Duration(ttl), MaxPayload: payload, MaxInflight: inflight}
+			SweepInterval: time.Duration(sweep), InflightTTL: time.Duration(ttl), MaxPayload: payload, MaxInflight: inflight,
+			GCLockTTL: time.Duration(lock), EnqueueTimeout: time.Duration(enqueue), JobTimeout: time.Duration(other), StopTimeout: time.Duration(other),
+			RecoveryWindow: time.Duration(other), MaxRecoveries: recoveries, MaxDead: rest, PayloadThreshold: rest, WaitReplicas: rest, EnqueueConcurrency: rest}
 		r, err := New(rdb, EnqueuerFunc(accept), cfg)
 		if err != nil {
 			require.ErrorIs(t, err, ErrInvalidConfig)

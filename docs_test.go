@@ -404,3 +404,32 @@ func sortedKeys[V any](m map[string]V) []string {
 	slices.Sort(keys)
 	return keys
 }
+
+// The model's steps are functions of this package, and the figures of the campaign are figures.
+func TestDocs_model(t *testing.T) {
+	source := ""
+	files, err := filepath.Glob("*.go")
+	require.NoError(t, err)
+	for _, name := range files {
+		if text, err := os.ReadFile(name); assert.NoError(t, err) && !strings.HasSuffix(name, "_test.go") {
+			source += string(text)
+		}
+	}
+	_, steps, ok := strings.Cut(readDocument(t, "docs/model/README.md").prose, "## Steps\n")
+	require.True(t, ok)
+	steps, _, _ = strings.Cut(steps, "\n## ")
+	names := 0
+	for _, row := range strings.Split(steps, "\n") {
+		columns := strings.Split(row, "|")
+		if len(columns) < 4 {
+			continue
+		}
+		for _, name := range regexp.MustCompile("`([A-Za-z.]+)`").FindAllStringSubmatch(columns[2], -1) {
+			names++
+			bare := name[1][strings.LastIndexByte(name[1], '.')+1:]
+			assert.Regexp(t, `(?m)^func (\([^)]*\) )?`+bare+`\(`, source, "%s", name[0])
+		}
+	}
+	assert.Greater(t, names, 30)
+	assert.NotRegexp(t, `\b(SEEDS|SCHEDULES|MODEL|TODO)\b`, readDocument(t, "docs/verification.md").prose)
+}

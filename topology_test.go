@@ -2,6 +2,7 @@ package recovery
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -201,20 +202,30 @@ func TestTopology_minimalACL(t *testing.T) {
 	l, err := a.Track(bg, Job{ID: "done"})
 	require.NoError(t, err)
 	require.NoError(t, l.Confirm(bg))
+	require.NoError(t, l.Checkpoint(bg, []byte("half-way")))
+	enq.set(func(context.Context, Orphan) error { return errors.New("not now") })
+	require.ErrorContains(t, l.Release(), "not now")
+	enq.set(nil)
 	require.NoError(t, l.Done())
+	l, err = a.Track(bg, Job{ID: "released"})
+	require.NoError(t, err)
+	require.NoError(t, l.Release())
 	require.Error(t, guard(func() { _ = a.Do(bg, Job{ID: "panics"}, func(context.Context) error { panic("x") }) }))
 	for i := range 3 {
 		_, err = a.Track(bg, Job{ID: fmt.Sprint("orphan", i)})
 		require.NoError(t, err)
 	}
-	require.NoError(t, admin.HSet(bg, a.keys.worker(a.WorkerID()).jobs, "4", "garbage").Err())
-	require.NoError(t, admin.ZRem(bg, a.keys.worker(a.WorkerID()).inflight, "5").Err())
+	require.NoError(t, admin.HSet(bg, a.keys.worker(a.WorkerID()).jobs, "5", "garbage").Err())
+	require.NoError(t, admin.ZRem(bg, a.keys.worker(a.WorkerID()).inflight, "6").Err())
 	require.NoError(t, a.heart.auditOnce(bg, a.current.Load()))
 	a.endSweeps()
 	a.endLife()
 	i := NewInspector(rdb, "default")
 	require.Eventually(t, func() bool { infos, err := i.Workers(bg); return err == nil && len(infos) == 1 }, 10*time.Second, 10*time.Millisecond)
-	assert.Len(t, enq.accepted(), 3, "one panicked, two orphans; the garbage is buried")
+	assert.Len(t, enq.accepted(), 4, "one released, one panicked, two orphans; the garbage is buried")
+	claims, err := i.Claimed(bg, b.WorkerID())
+	require.NoError(t, err)
+	assert.Empty(t, claims)
 	_, err = i.Inflight(bg, b.WorkerID())
 	require.NoError(t, err)
 	_, err = b.Track(bg, Job{ID: "left"})
@@ -222,7 +233,7 @@ func TestTopology_minimalACL(t *testing.T) {
 	ctx, cancel := context.WithCancel(bg)
 	cancel()
 	require.ErrorIs(t, b.Stop(ctx), context.Canceled)
-	assert.Len(t, enq.accepted(), 4)
+	assert.Len(t, enq.accepted(), 5)
 	assertDenied(t, admin)
 }
 
