@@ -36,10 +36,24 @@ func (h *heartbeater) heavyBeat(ctx context.Context, inc *incarnation) (pulse, e
 	p, err := h.fullBeat(short, inc)
 	if redis.HasErrorPrefix(err, "TRYAGAIN") || errors.Is(err, context.DeadlineExceeded) {
 		if light, ok := h.lightBeat(ctx, inc); ok {
-			return light, nil
+			return light, h.renew(ctx, inc)
 		}
 	}
 	return p, err
+}
+
+// renew keeps session and records from expiring, as the script does.
+func (h *heartbeater) renew(ctx context.Context, inc *incarnation) error {
+	if h.r.tm.retention == 0 {
+		return nil
+	}
+	_, err := h.r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for _, key := range []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs} {
+			p.PExpire(ctx, key, h.r.tm.retention)
+		}
+		return nil
+	})
+	return err
 }
 
 // lightBeat renews the key by plain commands, which cost Redis a fraction of the script. SET XX succeeds only if the key is there; and it is
@@ -132,8 +146,8 @@ func (h *heartbeater) register(ctx context.Context, p redis.Pipeliner, inc *inca
 	if _, cluster := h.r.rdb.(*redis.ClusterClient); !cluster || h.r.cfg.HashTag != "" {
 		return h.enter(ctx, p, inc)
 	}
-	if !h.entering.CompareAndSwap(false, true) {
-		return nil // the last one has not been answered
+	if h.r.life.Err() != nil || !h.entering.CompareAndSwap(false, true) {
+		return nil // this worker leaves, or the last one has not been answered
 	}
 	h.r.group.spawn(func() {
 		defer h.entering.Store(false)

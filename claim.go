@@ -42,6 +42,7 @@ type claim struct {
 	leases  []claimedLease
 	orphans []*orphan // the same, read and counted; see readClaim
 	until   time.Time // local; when the claim runs out
+	mark    string    // the same in Redis, by its clock; it tells this claim from others
 }
 
 // claimedLease is one lease of a dead worker. Nobody else hands it back before the claim runs out.
@@ -55,6 +56,7 @@ type claimedLease struct {
 	lastErr    string // of the Enqueuer
 	record     []byte
 	checkpoint []byte
+	unread     error // why the record is not here
 }
 
 // claim decides about a worker and takes some of its leases. own is for this worker's own claims that are due.
@@ -85,6 +87,9 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 		c.wait = time.Duration(wait) * time.Millisecond
 	}
 	c.now, c.news, c.damaged = a.int(), a.int() == 1, int(a.int())
+	if a.more() {
+		c.mark = a.string()
+	}
 	for a.more() {
 		l := claimedLease{member: a.string()}
 		l.parse(a.string())
@@ -99,47 +104,61 @@ func (r *Recoverer) claim(ctx context.Context, id string, own bool) (*claim, err
 	return c, nil
 }
 
-// loadRecords reads the records of what was claimed. What would be too much for now is given back to the fleet, at once.
+// loadRecords reads the records of what was claimed. What would be too much for now is given back to the fleet, at once; and one that can't be
+// read does not keep the others.
 func (r *Recoverer) loadRecords(ctx context.Context, c *claim) error {
-	loaded, bytes, largest := 0, 0, 1
-	for page := 8; loaded < len(c.leases) && bytes < claimBytes; page = min(4*page, max(1, (claimBytes-bytes)/largest)) {
+	loaded, bytes, largest, failed := 0, 0, 1, 0
+	for page := 1; loaded < len(c.leases) && bytes < claimBytes; {
 		leases := c.leases[loaded:min(loaded+page, len(c.leases))]
-		fields := make([]string, 0, 2*len(leases))
-		for _, l := range leases {
-			fields = append(fields, l.member, l.member+".cp")
-		}
-		values, err := bounded(ctx, r.group, r.tm.call, func(ctx context.Context) ([]any, error) {
-			rdb, err := r.master(ctx, c.keys.jobs)
-			if err != nil {
-				return nil, err
-			}
-			return rdb.HMGet(ctx, c.keys.jobs, fields...).Result()
-		})
-		if err != nil {
-			return err
-		}
+		err := r.loadPage(ctx, c, leases)
 		if !time.Now().Before(c.until) {
-			return errors.New("the claim has run out meanwhile")
+			return errors.Join(err, errors.New("the claim has run out meanwhile"))
 		}
-		a := &replies{values: values}
-		for i := range leases {
-			l := &leases[i]
-			l.record, l.checkpoint = a.bytes(), a.bytes()
+		if err != nil {
+			if failed++; failed > 3 || ctx.Err() != nil {
+				return err // it is not about one record
+			}
+			if len(leases) > 1 {
+				page = 1
+				continue
+			}
+			leases[0].unread = err
+		}
+		for _, l := range leases {
 			largest = max(largest, len(l.record)+len(l.checkpoint))
 			bytes += len(l.record) + len(l.checkpoint)
 		}
-		if a.err != nil {
-			return a.err
-		}
 		loaded += len(leases)
+		page = min(4*page, max(1, (claimBytes-bytes)/largest))
 	}
 	if rest := c.leases[loaded:]; len(rest) > 0 {
-		if err := r.unclaim(ctx, &claim{keys: c.keys, leases: rest}); err != nil {
+		if err := r.unclaim(ctx, &claim{keys: c.keys, mark: c.mark, leases: rest}); err != nil {
 			return err
 		}
 	}
 	c.leases = c.leases[:loaded]
 	return r.dropTaken(ctx, c)
+}
+
+// loadPage is one read. It has a quarter of the claim's time, so that others can be made after one that fails.
+func (r *Recoverer) loadPage(ctx context.Context, c *claim, leases []claimedLease) error {
+	fields := make([]string, 0, 2*len(leases))
+	for _, l := range leases {
+		fields = append(fields, l.member, l.member+".cp")
+	}
+	values, err := bounded(ctx, r.group, min(r.tm.call, r.tm.claimTTL/4), func(ctx context.Context) ([]any, error) {
+		rdb, err := r.master(ctx, c.keys.jobs)
+		if err != nil {
+			return nil, err
+		}
+		return rdb.HMGet(ctx, c.keys.jobs, fields...).Result()
+	})
+	a := &replies{values: values, err: err}
+	for i := range leases {
+		l := &leases[i]
+		l.record, l.checkpoint = a.bytes(), a.bytes()
+	}
+	return a.err
 }
 
 // unclaim makes the leases of a claim due at once, for whoever comes next.
@@ -150,13 +169,14 @@ func (r *Recoverer) unclaim(ctx context.Context, c *claim) error {
 	}
 	ctx, cancel := r.limit(context.WithoutCancel(ctx))
 	defer cancel()
-	return r.postpone(ctx, c.keys, leases)
+	return r.postpone(ctx, c, leases)
 }
 
 // dropTaken looks again at leases without a record. If they are not claimed any more, another sweeper has handed them back since, because Redis'
 // clock made the claim run out early. Record and claim go in one step, so what is claimed has really no record.
 func (r *Recoverer) dropTaken(ctx context.Context, c *claim) error {
-	if !slices.ContainsFunc(c.leases, func(l claimedLease) bool { return l.record == nil }) {
+	gone := func(l claimedLease) bool { return l.record == nil && l.unread == nil }
+	if !slices.ContainsFunc(c.leases, gone) {
 		return nil
 	}
 	ctx, cancel := r.limit(ctx)
@@ -166,7 +186,7 @@ func (r *Recoverer) dropTaken(ctx context.Context, c *claim) error {
 		return err
 	}
 	c.leases = slices.DeleteFunc(c.leases, func(l claimedLease) bool {
-		if l.record != nil || err != nil {
+		if !gone(l) || err != nil {
 			return false
 		}
 		e := rdb.ZScore(ctx, c.keys.claims, l.member).Err()
@@ -186,12 +206,12 @@ func (r *Recoverer) master(ctx context.Context, key string) (redis.Cmdable, erro
 	return r.rdb, nil
 }
 
-// postpone sets when claimed leases are due again: member, delay in ms, claim field.
-func (r *Recoverer) postpone(ctx context.Context, k workerKeys, leases []any) error {
-	return postponeScript.Run(ctx, r.rdb, []string{k.jobs, k.claims}, leases...).Err()
+// postpone sets when leases of a claim are due again, as long as they are its own: member, delay in ms, claim field.
+func (r *Recoverer) postpone(ctx context.Context, c *claim, leases []any) error {
+	return postponeScript.Run(ctx, r.rdb, []string{c.keys.jobs, c.keys.claims}, append([]any{c.mark}, leases...)...).Err()
 }
 
-// parse reads a claim field: "start attempts reason flags error". What can't be read is taken as unknown: a damaged note must not keep a
+// parse reads a claim field: "start attempts reason flags error". flags: w, Backoff has had its say; t and a time, take.lua's own; else -. What can't be read is taken as unknown: a damaged note must not keep a
 // job from being handed back.
 func (l *claimedLease) parse(s string) {
 	start, s, _ := strings.Cut(s, " ")

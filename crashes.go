@@ -19,7 +19,7 @@ func (r *Recoverer) countCrashes(ctx context.Context, now int64, orphans []*orph
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, o := range orphans {
 			switch key := r.keys.crashes(o.ID); {
-			case o.grave != "":
+			case o.grave != "" || o.fate == fateLater: // can't be read
 			case o.Reason == Released:
 				first[i] = p.Exists(ctx, key)
 			default:

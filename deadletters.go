@@ -195,7 +195,7 @@ func (i *Inspector) Discard(ctx context.Context, key string) error {
 }
 
 func (i *Inspector) remove(ctx context.Context, d *DeadLetter) error {
-	if err := i.unclaim(ctx, d); err != nil {
+	if err := i.forgetClaim(ctx, d); err != nil {
 		return fmt.Errorf("recovery: remove dead letter %q: %w", d.Key, err)
 	}
 	if err := exhumeScript.Run(ctx, i.rdb, []string{i.keys.deadIndex(), i.keys.deadJobs()}, d.Key).Err(); err != nil {
@@ -209,8 +209,8 @@ func (i *Inspector) remove(ctx context.Context, d *DeadLetter) error {
 	return nil
 }
 
-// unclaim removes what a sweeper that died right after it wrote the letter left in its claims: the letter would come back from there.
-func (i *Inspector) unclaim(ctx context.Context, d *DeadLetter) error {
+// forgetClaim removes what a sweeper that died right after it wrote the letter left in its claims: the letter would come back from there.
+func (i *Inspector) forgetClaim(ctx context.Context, d *DeadLetter) error {
 	k := i.keys.worker(d.Worker)
 	member := strings.TrimPrefix(d.Key, d.Worker+"/")
 	err := i.rdb.ZScore(ctx, k.claims, member).Err()

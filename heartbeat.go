@@ -241,7 +241,29 @@ func (h *heartbeater) part(ctx context.Context, inc *incarnation, leases []*Leas
 		}
 	}
 	h.tellFenced(inc, why, lost)
+	if err := h.dropOldEntries(ctx, inc, leases, places, keep); err != nil {
+		return err
+	}
 	return h.rejoin(ctx, inc, keep)
+}
+
+// dropOldEntries takes leases that go on in the next incarnation out of the old index, where one without a record would be buried.
+func (h *heartbeater) dropOldEntries(ctx context.Context, inc *incarnation, leases []*Lease, places []int64, keep []*Lease) error {
+	var members []any
+	for i, l := range leases {
+		if places[i] == placeNoRecord && slices.Contains(keep, l) {
+			members = append(members, l.member)
+		}
+	}
+	if len(members) == 0 {
+		return nil
+	}
+	ctx, cancel := h.r.limit(ctx)
+	defer cancel()
+	if err := h.r.rdb.ZRem(ctx, inc.keys.inflight, members...).Err(); err != nil {
+		return fmt.Errorf("worker %q is fenced: %w", inc.id, err)
+	}
+	return nil
 }
 
 // abandon gives up an incarnation of which this worker can't be sure any more. All its leases are lost, now and for good: the

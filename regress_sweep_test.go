@@ -173,17 +173,31 @@ func TestRegress_claimTakenBeforeItsRecordsAreRead(t *testing.T) {
 	})
 }
 
-// Records that can't be read now are read by the next sweep, not when their claim has run out.
+// A record that can't be read now is tried again with the next sweep, not when its claim has run out, and does not keep the others. If none can
+// be read, all are given back at once.
 func TestRegress_recordsUnreadableNow(t *testing.T) {
 	inBubble(t, func(w *world) {
-		a, b := w.join("a", slowHeart()), w.join("b", slowHeart())
+		cfg := Config{EnqueueTimeout: time.Minute} // a claim lasts two of them
+		a, b := w.join("a", slowHeart()), w.join("b", cfg)
 		w.track(a, "one", "two")
-		require.NoError(t, a.fenceOwn(bg, a.current.Load()))
 		b.faults.add(&fault{mode: failBefore, on: "records"})
+		require.NoError(t, a.fenceOwn(bg, a.current.Load()))
 		_, err := b.Sweep(bg)
-		require.ErrorContains(t, err, "read claimed leases")
-		_, err = b.Sweep(bg)
 		require.NoError(t, err)
+		assert.Equal(t, []string{"two"}, b.enq.ids())
+		assert.EqualValues(t, 1, b.Stats().HandBackFailed)
+		time.Sleep(30 * time.Second)
 		assert.Equal(t, []string{"one", "two"}, b.enq.ids())
+
+		c := w.join("c", slowHeart())
+		w.track(c, "three", "four")
+		b.faults.add(&fault{mode: failBefore, on: "records", times: 4})
+		require.NoError(t, c.fenceOwn(bg, c.current.Load()))
+		_, err = b.Sweep(bg)
+		if err != nil {
+			require.ErrorContains(t, err, "read claimed leases")
+		}
+		time.Sleep(30 * time.Second)
+		assert.Equal(t, []string{"four", "one", "three", "two"}, b.enq.ids())
 	})
 }

@@ -9,10 +9,10 @@ import (
 )
 
 // Checkpoint keeps data as how far this run got: if the job has to be recovered, the Orphan carries the last one. nil goes back to
-// Job.Checkpoint, where this run began. It returns
-// ErrLost if the job is somebody else's, and then what they have is unchanged (only a job that this very worker is giving up may take it along); ErrPayloadTooLarge beyond Config.MaxPayload; and another error if Redis
-// did not answer: then this checkpoint or the one before it is kept. It blocks for a round trip, at most until ctx ends. Calls
-// for one lease are made one after the other.
+// Job.Checkpoint, where this run began. It returns ErrLost if the job is somebody else's, and then what they have is unchanged (only a job
+// that this very worker is giving up may take it along); ErrPayloadTooLarge beyond Config.MaxPayload; and another error if Redis did not
+// answer: then this checkpoint or the one before it is kept. It blocks for a round trip, at most until ctx ends. Calls for one lease are
+// made one after the other.
 //
 // The next run of the job begins with no checkpoint of its own: put the Orphan's into Job.Checkpoint, and it is handed on until that run
 // replaces it.
@@ -168,7 +168,7 @@ func (r *Recoverer) release(l *Lease) (releaseOutcome, error) {
 			r.owes.Store(true) // the Enqueuer has it, but its record is still there
 		}
 		return releaseGone, nil
-	case o.fate == fateBury: // it will never take it back
+	case o.fate == fateBury && o.grave == graveRefused: // it will never take it back
 		if err := r.conclude(r.hard, c, []*orphan{o}, &handed{}); err != nil {
 			return releasePending, errors.Join(o.err, err, ErrLost)
 		}

@@ -138,8 +138,9 @@ func (r *Recoverer) handOver(ctx context.Context, g giveUp) (int, error) {
 
 // taking is what take.lua answered of one lease.
 type taking struct {
-	now   int64 // ms, Redis' clock
-	start int64 // us; 0: somebody else has it
+	now   int64  // ms, Redis' clock
+	mark  string // see claim
+	start int64  // us; 0: somebody else has it
 }
 
 // takeOut moves the lease from the index into the claims.
@@ -180,14 +181,14 @@ func (r *Recoverer) ownClaim(g giveUp, t taking) *claim {
 	lease := claimedLease{member: l.member, start: t.start, reason: g.reason, waited: l.handed, homeless: l.homeless,
 		lastErr: strings.Join(strings.Fields(l.cause), " "), record: l.record, checkpoint: l.checkpoint}
 	l.handed = true
-	return &claim{worker: l.home.id, keys: l.home.keys, until: time.Now().Add(r.tm.claimTTL), now: t.now, leases: []claimedLease{lease}}
+	return &claim{worker: l.home.id, keys: l.home.keys, until: time.Now().Add(r.tm.claimTTL), mark: t.mark, now: t.now, leases: []claimedLease{lease}}
 }
 
 // take moves one lease from the index into the claims.
 func (r *Recoverer) take(ctx context.Context, home *incarnation, member string, reason Reason) (taking, error) {
 	keys := []string{home.keys.inflight, home.keys.jobs, home.keys.claims}
 	a := readReplies(takeScript.Run(ctx, r.rdb, keys, ms(r.tm.claimTTL), reason.String(), member))
-	t := taking{now: a.int()}
+	t := taking{now: a.int(), mark: a.string()}
 	if len(a.values) == 1 && a.values[0] == nil {
 		return t, nil
 	}

@@ -29,8 +29,7 @@ func newCommands(k workerKeys) commands {
 	}
 }
 
-// write sends a batch: the records by a plain HSET and the rest by scripts, in one MULTI. What only removes is one command. full is for memory
-// that is used again.
+// write sends a batch: the records by a plain HSET and the rest by scripts, in one MULTI. What only removes is one command.
 func (r *Recoverer) write(ctx context.Context, inc *incarnation, lane string, number uint64, scored bool, w *writing) (written, error) {
 	var hset, track, done *redis.Cmd
 	if number > 0 {

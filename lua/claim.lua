@@ -15,12 +15,13 @@
 -- ARGV[6] retention of the fenced session, ms
 -- ARGV[7] 1: the caller is this incarnation itself and lives; only claims of its own that are due are taken
 -- ARGV[8] name of this call, the same in every copy of it
--- Returns {verdict, wait, now, news, damaged, lease...}
+-- Returns {verdict, wait, now, news, damaged}, and if it is dead {..., until, lease...}
 --   verdict 0 alive; 1 suspect; 2 dead, leases follow; 3 dead, none due now; 4 dead and empty: may be retired
 --   wait    ms until there is something to do: the beat runs out, the suspicion is confirmed, the next claim is due; -1 nothing
 --   now     ms
 --   news    1 if this call made the suspicion, or the fence
 --   damaged number of keys that had the wrong type and were put aside
+--   until   ms, when the claims of these leases end: no other claim has the same, so that it tells whose they are
 --   lease   two values each: member, and what its claim field says ("start attempts reason flags error"). The caller reads the record itself:
 --           Lua would copy it twice, while everybody waits
 -- Atomic: a beat that arrives before this script saves the worker, one that arrives after it finds a fence; there is no between.
@@ -80,9 +81,9 @@ elseif state ~= "fenced" then
   fenced = 1
 end
 
-local answer, taken = {2, -1, now, fenced, put_aside}, 0
 -- Later than that of any call before: the end of their claims is how a copy finds its leases.
 local until_ms = ms(math.max(now + claim_ttl, tonumber(string.match(s[2] or "", " (%d+)$") or 0) + 1))
+local answer, taken = {2, -1, now, fenced, put_aside, until_ms}, 0
 
 -- take answers some leases and renews their claims. starts, us, are for those that come from the index, and have no claim's field yet. Few
 -- tables and few strings: it is the longest script.
@@ -111,7 +112,7 @@ local function take(ids, starts)
 end
 
 if taken_before then
-  until_ms = taken_before
+  until_ms, answer[6] = taken_before, taken_before
   local ids = redis.call("ZRANGEBYSCORE", claims, until_ms, until_ms, "LIMIT", 0, most)
   if #ids > 0 then
     take(ids)

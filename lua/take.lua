@@ -5,7 +5,7 @@
 -- ARGV[1] claim's time, ms
 -- ARGV[2] reason
 -- ARGV[3...] leases
--- Returns now, ms; then for each lease its start, us, or false: it is not ours to give (a sweeper has it, or it is done).
+-- Returns now, ms; until when they are claimed, ms; then for each lease its start, us, or false: it is not ours to give (a sweeper has it, or it is done).
 -- Atomic: from the index into the claims in one step, so that a crash leaves it in exactly one.
 -- Twice: the claim's field tells until when this call took it. As long as the claim says the same, nobody else has it, and a copy answers as the
 -- first call did.
@@ -16,7 +16,7 @@ local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local until_ms = string.format("%.0f", now + claim_ttl)
 
 redis.call("HDEL", jobs, "") -- lets the writes through when Redis is out of memory: see claim.lua
-local answer = {now}
+local answer = {now, until_ms}
 for i = 3, #ARGV do
   local id = ARGV[i]
   local start = redis.call("ZSCORE", inflight, id)
