@@ -112,7 +112,11 @@ func (l *link) dial(ctx context.Context) (net.Conn, error) {
 	c := &conn{Conn: inner, link: l, closed: make(chan struct{})}
 	l.mu.Lock()
 	l.conns[c] = true
+	down = l.state == linkParted || l.state == linkCut
 	l.mu.Unlock()
+	if down { // meanwhile: whoever cut the link has not seen this connection
+		_ = c.Close()
+	}
 	return c, nil
 }
 

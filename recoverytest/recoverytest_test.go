@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -290,15 +291,15 @@ func TestRequire_otherEnqueuers(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				told := 0
-				cfg := recovery.Config{Events: recovery.Events{HandedBack: func(recovery.HandedBackInfo) { told++ }}}
+				var told atomic.Int32
+				cfg := recovery.Config{Events: recovery.Events{HandedBack: func(recovery.HandedBackInfo) { told.Add(1) }}}
 				env := recoverytest.New(t, recoverytest.WithEnqueuer(enq), recoverytest.WithConfig(cfg))
 				doomed, _ := env.Start("doomed"), env.Start("peer")
 				track(t, doomed, "one")
 				doomed.Crash()
 				env.RequireHandedBack("one")
 				env.RequireNothingLost("one")
-				assert.Equal(t, 1, told)
+				assert.EqualValues(t, 1, told.Load())
 			})
 		})
 	}
