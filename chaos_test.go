@@ -281,7 +281,13 @@ func chaosSteps() {
 		}
 		sleep(bg, 5*time.Millisecond)
 	}
-	sleep(bg, 2*fast().HeartbeatInterval) // some beats
+	beats := r.Stats().Beats
+	for range 200 { // until two more beats
+		if r.Stats().Beats >= beats+2 {
+			break
+		}
+		sleep(bg, 5*time.Millisecond)
+	}
 	ctx, cancel := context.WithTimeout(bg, 20*time.Millisecond)
 	defer cancel()
 	_ = r.Stop(ctx)

@@ -62,9 +62,10 @@ func TestDamage_deadWorker(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			bothWays(t, func(t *testing.T, w *world) {
-				dead, peer := w.join("dead", fast()), w.join("peer", fast())
-				var buried []BuriedInfo
-				peer.cfg.Events.Buried = func(i BuriedInfo) { buried = append(buried, i) }
+				var graves collected[BuriedInfo]
+				cfg := fast()
+				cfg.Events.Buried = graves.add
+				dead, peer := w.join("dead", fast()), w.join("peer", cfg)
 				w.track(dead, "one", "two", "three")
 				other := w.join("other", fast())
 				w.track(other, "fine")
@@ -75,6 +76,7 @@ func TestDamage_deadWorker(t *testing.T) {
 				want := append(slices.Clone(c.back), "fine")
 				slices.Sort(want)
 				assert.Equal(t, want, peer.enq.ids())
+				buried := graves.all()
 				require.Len(t, buried, c.buried)
 				assert.EqualValues(t, c.buried, w.raw.ZCard(bg, peer.keys.deadIndex()).Val())
 				for _, b := range buried {

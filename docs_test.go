@@ -431,5 +431,8 @@ func TestDocs_model(t *testing.T) {
 		}
 	}
 	assert.Greater(t, names, 30)
-	assert.NotRegexp(t, `\b(SEEDS|SCHEDULES|MODEL|TODO)\b`, readDocument(t, "docs/verification.md").prose)
+	known := strings.Fields("BLMOVE FLUSH FLUSHALL PERCENT README RECOVERY_CHAOS SCRIPT SIGCONT SIGKILL SIGSTOP WAIT")
+	for _, word := range regexp.MustCompile(`\b[A-Z][A-Z_]{3,}\b`).FindAllString(readDocument(t, "docs/verification.md").prose, -1) {
+		assert.Contains(t, known, word, "a figure that was never filled in?")
+	}
 }

@@ -504,6 +504,25 @@ func (l *lockedBuffer) String() string {
 	return l.b.String()
 }
 
+// collected is what events and callbacks told, from whatever goroutine. A sleep in fake time orders what happens, but the race detector knows
+// locks only.
+type collected[T any] struct {
+	mu    sync.Mutex
+	items []T
+}
+
+func (c *collected[T]) add(item T) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.items = append(c.items, item)
+}
+
+func (c *collected[T]) all() []T {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.items)
+}
+
 // server is a redis-server of the tests' own.
 type server struct {
 	socket string

@@ -54,12 +54,12 @@ func TestHeartbeat_survivesFailures(t *testing.T) {
 // A failed beat is tried again soon, not an interval later.
 func TestHeartbeat_retriesSoon(t *testing.T) {
 	inBubble(t, func(w *world) {
-		m := w.join("a", Config{})
-		var times []time.Time
-		m.cfg.Events.Beat = func(BeatInfo) { times = append(times, time.Now()) }
+		var beats collected[time.Time]
+		m := w.join("a", Config{Events: Events{Beat: func(BeatInfo) { beats.add(time.Now()) }}})
 		m.faults.add(&fault{mode: failBefore, on: "beat", times: 1})
 		time.Sleep(11 * time.Second)
 		synctest.Wait()
+		times := beats.all()
 		require.GreaterOrEqual(t, len(times), 2)
 		assert.LessOrEqual(t, times[1].Sub(times[0]), 1250*time.Millisecond)
 	})
@@ -194,30 +194,30 @@ func TestAudit(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			bothWays(t, func(t *testing.T, w *world) {
-				var mended []RepairedInfo
-				m := w.make("a", Config{HeartbeatInterval: time.Hour, OrphanThreshold: 4 * time.Hour})
-				m.cfg.Events.Repaired = func(i RepairedInfo) { mended = append(mended, i) }
-				require.NoError(t, m.Start(bg))
+				var mended collected[RepairedInfo]
+				m := w.join("a", Config{
+					HeartbeatInterval: time.Hour, OrphanThreshold: 4 * time.Hour, Events: Events{Repaired: mended.add},
+				})
 				leases := w.track(m, "one", "two", "three")
 				k := w.keys(m.WorkerID())
 				for range 3 {
 					require.NoError(t, m.heart.beatOnce(bg))
 				}
-				require.Empty(t, mended, "nothing was wrong")
+				require.Empty(t, mended.all(), "nothing was wrong")
 				index, records := w.raw.ZRangeWithScores(bg, k.inflight, 0, -1).Val(), w.raw.HGetAll(bg, k.jobs).Val()
 				c.damage(w, m, k)
 				m.heart.nextFull = time.Time{}
 				require.NoError(t, m.heart.beatOnce(bg))
 				require.NoError(t, m.heart.beatOnce(bg))
 				c.want.Worker = m.WorkerID()
-				assert.Equal(t, []RepairedInfo{c.want}, mended)
+				assert.Equal(t, []RepairedInfo{c.want}, mended.all())
 				w.settled(m)
 				assert.Equal(t, index, w.raw.ZRangeWithScores(bg, k.inflight, 0, -1).Val())
 				assert.Equal(t, records, w.raw.HGetAll(bg, k.jobs).Val())
 				for range 3 {
 					require.NoError(t, m.heart.beatOnce(bg))
 				}
-				assert.Len(t, mended, 1, "and then all is well")
+				assert.Len(t, mended.all(), 1, "and then all is well")
 				for _, l := range leases {
 					require.NoError(t, l.Context().Err())
 					require.NoError(t, l.Done())

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -929,14 +930,14 @@ func TestListQueue_requeueWithFormat(t *testing.T) {
 	inBubble(t, func(w *world) {
 		q := NewListQueue("jobs", ElementFormat(named{}))
 		m := w.join("a", Config{MaxRecoveries: 1}, into(q))
-		runs := 0
+		var runs atomic.Int32
 		ended := working(m, bg, q, 1, func(ctx context.Context, l *Lease) error {
-			runs++
-			if runs > 2 {
+			n := runs.Add(1)
+			if n > 2 {
 				assert.Equal(t, "page 2", string(l.Job().Checkpoint))
 				return nil
 			}
-			require.NoError(t, l.Checkpoint(ctx, fmt.Append(nil, "page ", runs)))
+			assert.NoError(t, l.Checkpoint(ctx, fmt.Append(nil, "page ", n)))
 			panic("on purpose")
 		})
 		w.push("jobs", "order-7")
@@ -953,7 +954,7 @@ func TestListQueue_requeueWithFormat(t *testing.T) {
 		require.NoError(t, inspector.Requeue(bg, letters[0].Key, q))
 		assert.EqualValues(t, 0, w.raw.Exists(bg, m.keys.crashes("order-7")).Val(), "it has all its recoveries again")
 		time.Sleep(time.Minute)
-		assert.Equal(t, 3, runs)
+		assert.EqualValues(t, 3, runs.Load())
 		require.NoError(t, m.Stop(bg))
 		<-ended
 	})

@@ -198,8 +198,9 @@ func sweeperDies(t *testing.T, kill string, again bool) {
 	worker.signal(syscall.SIGKILL)
 	worker.died()
 	sweeper.died()
-	peer := w.join("peer", fast())
-	peer.cfg.Events.Buried = func(i BuriedInfo) { t.Errorf("buried: %+v", i) }
+	cfg := fast()
+	cfg.Events.Buried = func(i BuriedInfo) { t.Errorf("buried: %+v", i) }
+	peer := w.join("peer", cfg)
 	peer.enq.set(ledgerEnqueuer(book))
 	w.eventually(func() bool { return slices.Equal(w.workers(), []string{peer.WorkerID()}) }, "both dead ones are retired")
 	keys := map[string]int{}
@@ -226,9 +227,9 @@ func TestSweeper_diesBeforeRetire(t *testing.T) { t.Parallel(); sweeperDies(t, "
 
 func TestSweeper_enqueueFails(t *testing.T) {
 	inBubble(t, func(w *world) {
-		dead, peer := w.join("dead", Config{}), w.join("peer", Config{})
-		var failures []HandBackFailedInfo
-		peer.cfg.Events.HandBackFailed = func(i HandBackFailedInfo) { failures = append(failures, i) }
+		var failures collected[HandBackFailedInfo]
+		dead := w.join("dead", Config{})
+		peer := w.join("peer", Config{Events: Events{HandBackFailed: failures.add}})
 		var once atomic.Bool
 		peer.enq.set(func(ctx context.Context, o Orphan) error {
 			switch o.ID {
@@ -251,7 +252,7 @@ func TestSweeper_enqueueFails(t *testing.T) {
 		assert.Equal(t, []string{"fine", "good", "once"}, peer.enq.ids())
 		assert.Len(t, w.workers(), 2, "the dead one is not retired while it has jobs")
 		var retries []time.Duration
-		for _, f := range failures {
+		for _, f := range failures.all() {
 			if f.Orphan.ID == "always" {
 				retries = append(retries, f.Retry)
 				assert.Equal(t, len(retries), f.Attempt)

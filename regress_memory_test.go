@@ -156,9 +156,9 @@ func TestRegress_P1_panickedJobInClaimsThenFlush(t *testing.T) {
 func TestRegress_P1_panicAfterFlushThenStop(t *testing.T) {
 	inBubble(t, func(w *world) {
 		a := w.join("a", Config{})
-		tries := 0
+		var tries atomic.Int32
 		a.enq.set(func(context.Context, Orphan) error {
-			if tries++; tries < 2 {
+			if tries.Add(1) < 2 {
 				return assert.AnError
 			}
 			return nil

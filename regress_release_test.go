@@ -12,9 +12,9 @@ import (
 )
 
 func refuseOnce(w *world, m *member, f func()) {
-	n := 0
+	var n atomic.Int32
 	m.enq.set(func(context.Context, Orphan) error {
-		if n++; n == 1 {
+		if n.Add(1) == 1 {
 			f()
 			return assert.AnError
 		}
@@ -42,9 +42,9 @@ func TestRegress_releaseRefusedAfterFlush(t *testing.T) {
 func TestRegress_releaseTimeoutAfterFlush(t *testing.T) {
 	inBubble(t, func(w *world) {
 		a, b := w.join("a", Config{EnqueueTimeout: time.Second}), w.join("b", Config{})
-		n := 0
+		var n atomic.Int32
 		a.enq.set(func(ctx context.Context, _ Orphan) error {
-			if n++; n == 1 {
+			if n.Add(1) == 1 {
 				w.mini.FlushAll()
 				time.Sleep(3 * time.Second)
 				return assert.AnError

@@ -2,6 +2,7 @@ package recovery
 
 import (
 	"context"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -78,10 +79,10 @@ func TestRegress_sessionLostBeforeTheAnswer(t *testing.T) {
 	inBubble(t, func(w *world) {
 		w.loadScripts()
 		a, b := w.join("a", Config{}), w.join("b", Config{})
-		inc, once := a.current.Load(), false
+		inc := a.current.Load()
+		var once atomic.Bool
 		a.rdb.AddHook(afterCommit{func() {
-			if !once {
-				once = true
+			if !once.Swap(true) {
 				w.raw.Del(bg, inc.keys.session)
 				inc.close(&notLiveError{absent: true})
 			}

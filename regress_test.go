@@ -3,6 +3,7 @@ package recovery
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -61,9 +62,9 @@ func TestHeartbeat_onlyTheSessionIsLost(t *testing.T) {
 func TestDo_panicAfterFlush(t *testing.T) {
 	inBubble(t, func(w *world) {
 		a := w.join("a", Config{})
-		tries := 0
+		var tries atomic.Int32
 		a.enq.set(func(context.Context, Orphan) error {
-			if tries++; tries < 3 {
+			if tries.Add(1) < 3 {
 				return assert.AnError
 			}
 			return nil

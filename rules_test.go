@@ -117,13 +117,13 @@ func TestRules_countedOncePerRun(t *testing.T) {
 
 func TestRules_maxDead(t *testing.T) {
 	inBubble(t, func(w *world) {
-		var dropped []string
-		peer := w.join("peer", Config{MaxDead: 3, Events: Events{Dropped: func(i DroppedInfo) { dropped = append(dropped, i.Job) }}})
+		var dropped collected[string]
+		peer := w.join("peer", Config{MaxDead: 3, Events: Events{Dropped: func(i DroppedInfo) { dropped.add(i.Job) }}})
 		peer.enq.set(func(context.Context, Orphan) error { return Permanent(errors.New("no")) })
 		for n := range 5 {
 			w.crashRun(Job{ID: fmt.Sprint(n)}, Config{})
 		}
-		assert.Equal(t, []string{"0", "1"}, dropped, "the oldest, each announced")
+		assert.Equal(t, []string{"0", "1"}, dropped.all(), "the oldest, each announced")
 		assert.EqualValues(t, 2, peer.Stats().Dropped)
 		i := NewInspector(w.raw, w.ns)
 		var ids []string
@@ -736,8 +736,8 @@ func TestDo_withoutFunc(t *testing.T) {
 // A log says why a job was lost: what the worker itself has done reads differently from what was done to it.
 func TestRules_lostAndWhy(t *testing.T) {
 	inBubble(t, func(w *world) {
-		var reasons []string
-		cfg := Config{Events: Events{Lost: func(i LostInfo) { reasons = append(reasons, i.Job+": "+i.Reason) }}}
+		var reasons collected[string]
+		cfg := Config{Events: Events{Lost: func(i LostInfo) { reasons.add(i.Job + ": " + i.Reason) }}}
 		a := w.join("a", cfg)
 		require.NoError(t, w.track(a, "back")[0].Release())
 		slow, err := a.Track(bg, Job{ID: "slow", Timeout: time.Second})
@@ -753,7 +753,7 @@ func TestRules_lostAndWhy(t *testing.T) {
 		ctx, cancel := context.WithCancel(bg)
 		cancel()
 		require.ErrorIs(t, a.Stop(ctx), context.Canceled)
-		assert.Equal(t, []string{"back: released", "slow: timed-out", "zombie: declared dead by a peer", "left: stopping"}, reasons)
+		assert.Equal(t, []string{"back: released", "slow: timed-out", "zombie: declared dead by a peer", "left: stopping"}, reasons.all())
 		assert.Contains(t, w.logs.String(), "recovery: heartbeat is back")
 	})
 }

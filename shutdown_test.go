@@ -39,9 +39,9 @@ func TestStop_waitsForJobs(t *testing.T) {
 
 func TestStop_handsBackTheRest(t *testing.T) {
 	bothWays(t, func(t *testing.T, w *world) {
-		var info StoppedInfo
+		var stops collected[StoppedInfo]
 		cfg := fast()
-		cfg.Events.Stopped = func(i StoppedInfo) { info = i }
+		cfg.Events.Stopped = stops.add
 		m := w.join("a", cfg)
 		leases := w.track(m, "one", "two", "three")
 		require.NoError(t, leases[2].Done())
@@ -56,7 +56,8 @@ func TestStop_handsBackTheRest(t *testing.T) {
 			assert.Equal(t, Released, o.Reason)
 			assert.Equal(t, 1, o.Recovery)
 		}
-		assert.Equal(t, 2, info.HandedBack)
+		require.Len(t, stops.all(), 1)
+		assert.Equal(t, 2, stops.all()[0].HandedBack)
 		assert.ErrorIs(t, context.Cause(cause), ErrLost)
 		for _, l := range leases[:2] {
 			assert.ErrorIs(t, l.Done(), ErrLost)
