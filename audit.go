@@ -22,7 +22,7 @@ func (h *heartbeater) audit(ctx context.Context, inc *incarnation, answer pulse,
 		h.odd = 0
 	} else {
 		h.odd++
-		h.nextFull = time.Time{}
+		h.exact = true
 	}
 	for i, last := range answer.lanes {
 		if uint64(last) < acked.lanes[i] {

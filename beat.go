@@ -12,53 +12,36 @@ import (
 
 // send makes one beat, and beside it enters the registry again: a registry that was lost heals within one interval.
 func (h *heartbeater) send(ctx context.Context, inc *incarnation) (pulse, error) {
-	full := !time.Now().Before(h.nextFull)
+	exact, renew := h.exact, !time.Now().Before(h.nextRenewal)
 	p, err := bounded(ctx, h.r.group, h.limit(), func(ctx context.Context) (pulse, error) {
-		if full {
-			return h.heavyBeat(ctx, inc)
+		if exact {
+			// While a Cluster moves the worker's slot, Redis refuses scripts that name keys which do not exist, and the client tries again for a while.
+			short, cancel := context.WithTimeout(ctx, h.limit()/2)
+			defer cancel()
+			p, err := h.fullBeat(short, inc)
+			if !redis.HasErrorPrefix(err, "TRYAGAIN") && !errors.Is(err, context.DeadlineExceeded) {
+				return p, err
+			}
 		}
-		if p, ok := h.lightBeat(ctx, inc); ok {
-			return p, nil
+		p, ok, err := h.lightBeat(ctx, inc, renew)
+		if ok || err != nil {
+			return p, err
 		}
 		return h.fullBeat(ctx, inc)
 	})
 	if err == nil && !p.light {
-		h.nextFull = time.Now().Add(h.r.tm.fullBeat)
+		h.exact = false
+	}
+	if err == nil && (renew || !p.light) {
+		h.nextRenewal = time.Now().Add(h.r.tm.renewal)
 	}
 	return p, err
-}
-
-// heavyBeat is a full one, or a light one where that is not possible: while a Cluster moves the worker's slot, Redis refuses scripts that name keys
-// which do not exist, and the client tries again for a while.
-func (h *heartbeater) heavyBeat(ctx context.Context, inc *incarnation) (pulse, error) {
-	short, cancel := context.WithTimeout(ctx, h.limit()/2)
-	defer cancel()
-	p, err := h.fullBeat(short, inc)
-	if redis.HasErrorPrefix(err, "TRYAGAIN") || errors.Is(err, context.DeadlineExceeded) {
-		if light, ok := h.lightBeat(ctx, inc); ok {
-			return light, h.renew(ctx, inc)
-		}
-	}
-	return p, err
-}
-
-// renew keeps session and records from expiring, as the script does.
-func (h *heartbeater) renew(ctx context.Context, inc *incarnation) error {
-	if h.r.tm.retention == 0 {
-		return nil
-	}
-	_, err := h.r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
-		for _, key := range []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs} {
-			p.PExpire(ctx, key, h.r.tm.retention)
-		}
-		return nil
-	})
-	return err
 }
 
 // lightBeat renews the key by plain commands, which cost Redis a fraction of the script. SET XX succeeds only if the key is there; and it is
-// there only as long as nobody has fenced the session, or missed a beat. In any other case the script decides.
-func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation) (pulse, bool) {
+// there only as long as nobody has fenced the session, or missed a beat. In any other case, not ok, the script decides; an error is that
+// Redis was not heard. renew: also the TTLs of session and records.
+func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation, renew bool) (p pulse, ok bool, err error) {
 	r := h.r
 	var set *redis.BoolCmd
 	var session *redis.SliceCmd
@@ -68,21 +51,29 @@ func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation) (pulse, b
 		session = p.HMGet(ctx, inc.keys.session, sessionFields...)
 		leases = p.ZCard(ctx, inc.keys.inflight)
 		records = p.HLen(ctx, inc.keys.jobs)
+		if renew && r.tm.retention > 0 {
+			for _, key := range []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs} {
+				p.PExpire(ctx, key, r.tm.retention)
+			}
+		}
 		entry = h.register(ctx, p, inc)
 		return nil
 	}) // each command has its own error
 	renewed, err := set.Result()
+	if err != nil && !isAnswer(err) {
+		return pulse{}, false, err
+	}
 	values := session.Val()
 	if err != nil || !renewed || leases.Err() != nil || records.Err() != nil || session.Err() != nil || len(values) != len(sessionFields) || values[0] != "live" {
-		return pulse{}, false
+		return pulse{}, false, nil
 	}
 	h.registered(ctx, inc, entry)
-	p := pulse{state: sessionLive, leases: leases.Val(), records: records.Val(), light: true}
+	p = pulse{state: sessionLive, leases: leases.Val(), records: records.Val(), light: true}
 	for i := range p.lanes {
 		p.lanes[i] = toInt(values[1+i])
 	}
 	p.fetch = toInt(values[1+laneCount])
-	return p, true
+	return p, true, nil
 }
 
 // sessionFields are what a beat reads of the session.

@@ -2,6 +2,7 @@ package recovery
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -183,7 +184,8 @@ func BenchmarkRecover(b *testing.B) {
 					b.Fatal(err)
 				}
 			}
-			if err := rdb.HSet(bg, dead.keys.worker(dead.WorkerID()).session, "state", "fenced").Err(); err != nil {
+			k := dead.keys.worker(dead.WorkerID())
+			if err := errors.Join(rdb.HSet(bg, k.session, "state", "fenced").Err(), rdb.Del(bg, k.beat).Err()); err != nil {
 				b.Fatal(err)
 			}
 			sweeper, err := New(rdb, enq, cfg)

@@ -637,7 +637,7 @@ func (c *chaos) beaten(n int) {
 }
 
 // What a worker and a sweeper do, by the names that nameOf gives: scripts, commands and callbacks of the user.
-var stepsOfTracking = []string{"config", "zrange", "get", "where", "sadd", "join", "beat", "commit", "checkpoint", "take", "untake", "lock", "sscan", "hget", "claim", "records", "count", "enqueue",
+var stepsOfTracking = []string{"config", "zrange", "get", "where", "sadd", "join", "beat", "commit", "checkpoint", "take", "untake", "lock", "sscan", "pttl", "claim", "records", "count", "enqueue",
 	"do", "forget", "postpone", "bury", "srem", "unlock", "leave", "del"}
 var stepsOfLists = []string{"sadd", "zrange", "time", "where", "unlock", "fetch", "deliver", "restore", "take", "zadd", "claim", "records", "count", "srem", "leave", "commit"}
 
@@ -741,7 +741,7 @@ func beginScene(t *testing.T, socket string, at killPoint) *scene {
 		sc.book.note("T", l.ID(), id)
 	}
 	prey.crash()
-	require.NoError(t, sc.raw.HSet(bg, sc.keys(prey.WorkerID()).session, "state", "fenced").Err()) // declared dead already, to save time
+	sc.fence(prey.WorkerID()) // declared dead already, to save time
 	sc.victim = sc.spawn("chaos-steps", chaosOrders{Kill: at.where, Nth: at.nth, Prey: prey.WorkerID()})
 	return sc
 }

@@ -329,7 +329,7 @@ type timing struct {
 	retention  time.Duration // of records; 0 for ever
 	tombstone  time.Duration // of a fenced session and the proof of what was handed back
 	call       time.Duration // one write to Redis, with the client's retries
-	fullBeat   time.Duration // between two beats that renew the records' TTLs
+	renewal    time.Duration // between two beats that renew the records' TTLs
 }
 
 func (c Config) timing() timing {
@@ -342,12 +342,12 @@ func (c Config) timing() timing {
 		tombstone:  c.InflightTTL,
 		call:       max(c.OrphanThreshold/2, 500*time.Millisecond),
 	}
-	t.fullBeat = min(10*c.HeartbeatInterval, max(c.InflightTTL/10, 0))
+	t.renewal = min(10*c.HeartbeatInterval, max(c.InflightTTL/10, 0))
 	// Redis counts in whole milliseconds, and may see one pass that had hardly begun.
 	t.trust = time.Duration(ms(t.beatTTL)+ms(t.confirm)-1) * time.Millisecond
 	if c.InflightTTL == NoExpiry {
 		// Records stay for ever; the memory of workers that hold none would only pile up.
-		t.fullBeat = 10 * c.HeartbeatInterval
+		t.renewal = 10 * c.HeartbeatInterval
 		t.retention, t.tombstone = 0, max(defaultInflightTTL, 3*c.OrphanThreshold)
 	}
 	return t

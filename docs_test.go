@@ -350,7 +350,7 @@ func TestDocs_derived(t *testing.T) {
 		fmt.Sprintf("suspicion's TTL     %v", tm.suspectTTL),
 		fmt.Sprintf("claim               %v", tm.claimTTL),
 		fmt.Sprintf("one write to Redis  %v", tm.call),
-		fmt.Sprintf("full beat           %v", tm.fullBeat),
+		fmt.Sprintf("renewal of records  %v", tm.renewal),
 		fmt.Sprintf("last beat to Enqueue, at most  %v", cfg.OrphanThreshold+cfg.SweepInterval),
 	}, "\n")
 	assert.Contains(t, readDocument(t, "docs/operations.md").blocks, want)

@@ -215,6 +215,14 @@ func (m *member) crash() {
 
 func (w *world) keys(id string) workerKeys { return newKeyspace(w.ns, "").worker(id) }
 
+// fence declares a worker dead, as a sweep does once it is sure.
+func (w *world) fence(id string) {
+	w.t.Helper()
+	k := w.keys(id)
+	require.NoError(w.t, w.raw.HSet(bg, k.session, "state", "fenced").Err())
+	require.NoError(w.t, w.raw.Del(bg, k.beat, k.suspect).Err())
+}
+
 // allKeys lists the namespace.
 func (w *world) allKeys() []string {
 	w.t.Helper()

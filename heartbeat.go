@@ -25,11 +25,12 @@ type heartbeater struct {
 	entering atomic.Bool // the registry, apart from a beat
 
 	// Owned by the loop.
-	odd      int  // beats in a row whose count did not fit
-	auditDue bool // audit with the next good beat
-	failed   int  // beats in a row
-	old      []*incarnation
-	nextFull time.Time // until then light beats will do
+	odd         int  // beats in a row whose count did not fit
+	auditDue    bool // audit with the next good beat
+	failed      int  // beats in a row
+	old         []*incarnation
+	exact       bool      // the next beat shall count leases and records at one moment, which the script does
+	nextRenewal time.Time // of the records' TTLs
 
 	mu       sync.Mutex // guards what follows
 	lastGood time.Time  // start of the last good beat; carries the monotonic clock
@@ -304,7 +305,7 @@ func (h *heartbeater) rejoin(ctx context.Context, old *incarnation, keep []*Leas
 		}
 	}
 	h.trust(began)
-	h.nextFull = time.Time{}
+	h.nextRenewal = time.Time{}
 	h.old = append(h.old, old)
 	h.odd, h.auditDue = 0, carried > 0
 	h.r.current.Store(inc)

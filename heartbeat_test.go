@@ -206,7 +206,6 @@ func TestAudit(t *testing.T) {
 				require.Empty(t, mended.all(), "nothing was wrong")
 				index, records := w.raw.ZRangeWithScores(bg, k.inflight, 0, -1).Val(), w.raw.HGetAll(bg, k.jobs).Val()
 				c.damage(w, m, k)
-				m.heart.nextFull = time.Time{}
 				require.NoError(t, m.heart.beatOnce(bg))
 				require.NoError(t, m.heart.beatOnce(bg))
 				c.want.Worker = m.WorkerID()

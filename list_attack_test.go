@@ -329,7 +329,7 @@ func TestList_workBeginsLostJob(t *testing.T) {
 		w.push("jobs", "a", "b")
 		time.Sleep(time.Second)
 		require.Len(t, w.inflight(m.WorkerID()), 2, "one runs, one was fetched ahead")
-		require.NoError(t, w.raw.HSet(bg, w.keys(m.WorkerID()).session, "state", "fenced").Err())
+		w.fence(m.WorkerID())
 		time.Sleep(5 * time.Minute)
 		cancel()
 		<-ended

@@ -183,7 +183,7 @@ func TestListQueue_sweeperKilledAtRandom(t *testing.T) {
 			}
 		}
 		dead.crash()
-		require.NoError(t, w.raw.HSet(bg, w.keys(dead.WorkerID()).session, "state", "fenced").Err())
+		w.fence(dead.WorkerID())
 		p := next
 		next = w.spawn("sweeper", list, "")
 		p.say("sweep")

@@ -396,7 +396,7 @@ func TestFetch_endsEarly(t *testing.T) {
 			q := NewListQueue("jobs")
 			m := w.join("a", Config{}, into(q))
 			ended := wait(t, m, q)
-			require.NoError(t, w.raw.HSet(bg, w.keys(m.WorkerID()).session, "state", "fenced").Err())
+			w.fence(m.WorkerID())
 			time.Sleep(6 * time.Second) // a beat
 			assert.ErrorIs(t, within(t, ended), ErrLost)
 			w.push("jobs", "a")
@@ -410,7 +410,7 @@ func TestFetch_endsEarly(t *testing.T) {
 			q := NewListQueue("jobs")
 			m := w.join("a", Config{}, into(q))
 			old := m.WorkerID()
-			require.NoError(t, w.raw.HSet(bg, w.keys(old).session, "state", "fenced").Err())
+			w.fence(old)
 			w.push("jobs", "a")
 			leases, err := m.Fetch(bg, q, 1)
 			require.NoError(t, err, "the worker rejoins")

@@ -244,7 +244,7 @@ func TestRedis_everyScriptTwice(t *testing.T) {
 // Every call to Redis in four fault modes: nothing is lost and nothing is handed back without its holder being told.
 func TestRedis_everyCallFails(t *testing.T) {
 	// The scripts of giving up and releasing have TestDo_panicIsHandedBackLater and TestRules_releaseFaults.
-	calls := []string{"join", "beat", "commit", "checkpoint", "where", "claim", "records", "forget", "lock", "unlock", "sadd", "srem", "sscan", "hget", "count"}
+	calls := []string{"join", "beat", "commit", "checkpoint", "where", "claim", "records", "forget", "lock", "unlock", "sadd", "srem", "sscan", "pttl", "count"}
 	modes := map[string]faultMode{"before": failBefore, "reply lost": loseReply, "slow": slow, "hangs": hang}
 	for _, call := range calls {
 		for name, mode := range modes {

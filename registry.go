@@ -149,33 +149,25 @@ type vital struct {
 	err   error
 }
 
-// look reads the vitals of many workers in one pipeline.
+// look reads the vitals of many workers in one pipeline. A beat with a TTL is enough: what fences a session removes its beat, and none is set
+// for a session that does not live.
 func (r *Recoverer) look(ctx context.Context, ids []string) []vital {
 	ctx, cancel := r.limit(ctx)
 	defer cancel()
-	states := make([]*redis.StringCmd, len(ids))
 	beats := make([]*redis.DurationCmd, len(ids))
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, id := range ids {
-			keys := r.keys.worker(id)
-			states[i] = p.HGet(ctx, keys.session, "state")
-			beats[i] = p.PTTL(ctx, keys.beat)
+			beats[i] = p.PTTL(ctx, r.keys.worker(id).beat)
 		}
 		return nil
 	}) // each command has its own error: a node that is away must not hide the workers of the others
 	vitals := make([]vital, len(ids))
 	for i, id := range ids {
-		v := vital{id: id}
-		state, err := states[i].Result()
-		if err != nil && err != redis.Nil && !isWrongType(err) {
-			v.err = fmt.Errorf("look at worker %q: %w", id, err)
-		}
 		left, err := beats[i].Result()
 		if err != nil {
-			v.err = fmt.Errorf("look at worker %q: %w", id, err)
+			err = fmt.Errorf("look at worker %q: %w", id, err)
 		}
-		v.left, v.alive = left, state == "live" && left >= 0
-		vitals[i] = v
+		vitals[i] = vital{id: id, alive: left >= 0, left: left, err: err}
 	}
 	return vitals
 }

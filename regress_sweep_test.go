@@ -109,7 +109,7 @@ func TestRegress_awayForTooLong(t *testing.T) {
 		<-done
 		// A sweep has met the id again, say by the registry, and has fenced it anew: that is all that Redis knows.
 		require.Empty(t, w.raw.HGetAll(bg, w.keys(old).session).Val())
-		require.NoError(t, w.raw.HSet(bg, w.keys(old).session, "state", "fenced").Err())
+		w.fence(old)
 		a.faults.clear()
 		time.Sleep(time.Minute)
 		assert.ErrorIs(t, context.Cause(ls[0].Context()), ErrLost, "not kept")

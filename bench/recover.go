@@ -72,8 +72,8 @@ func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
 	if _, err := e.fill(dead, rdb, queue, n, fetched); err != nil {
 		return res, err
 	}
-	session := "recovery:1:default:{" + dead.WorkerID() + "}:session"
-	if err := rdb.HSet(bg, session, "state", "fenced").Err(); err != nil {
+	keys := "recovery:1:default:{" + dead.WorkerID() + "}:"
+	if err := errors.Join(rdb.HSet(bg, keys+"session", "state", "fenced").Err(), rdb.Del(bg, keys+"beat").Err()); err != nil {
 		return res, err
 	}
 	sweeper, err := recovery.New(rdb, enq, cfg)
