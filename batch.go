@@ -1,6 +1,7 @@
 package recovery
 
 import (
+	"context"
 	"sync/atomic"
 )
 
@@ -17,15 +18,16 @@ const (
 // the lane that has the answer.
 type op struct {
 	kind    opKind
-	leases  []*Lease  // opTrack, opRetrack, opDone
-	one     [1]*Lease // what leases is made of, for one
-	member  string    // opRemove
-	debt    debt      // opRemove
-	bytes   int
+	debt    debt // opRemove
 	counted bool // in tally.doneSent
 	state   atomic.Int32
+	bytes   int
+	leases  []*Lease      // opTrack, opRetrack, opDone
+	one     [1]*Lease     // what leases is made of, for one
+	member  string        // opRemove
 	settled chan struct{} // nil for a Track that its caller writes itself
 	err     error         // valid once settled is closed
+	then    func(error)   // told of the answer, if set; must not block
 }
 
 const (
@@ -81,6 +83,24 @@ func (o *op) answer(err error) {
 	if o.settled != nil {
 		close(o.settled)
 	}
+	if o.then != nil {
+		o.then(err)
+	}
+}
+
+// wait blocks until there is an answer. It reports an error if ctx ended before that, and then o is abandoned.
+func (o *op) wait(ctx context.Context) error {
+	if ctx.Done() != nil {
+		select {
+		case <-o.settled:
+		case <-ctx.Done():
+			if o.abandon() {
+				return ctx.Err()
+			}
+		}
+	}
+	<-o.settled
+	return nil
 }
 
 // settle is for ops that nobody can abandon.

@@ -58,6 +58,7 @@ type lane struct {
 	// Guarded by committer.qmu.
 	busy      bool
 	sentAt    time.Time // of the batch under way, or zero
+	stuck     bool      // it is out for long
 	unsettled []*op     // writes whose outcome is not known: to be repeated here, and nowhere else
 	dirty     bool      // the last batch's outcome is not known
 	retry     bool      // repeat now
@@ -72,8 +73,9 @@ type committer struct {
 	qmu   sync.Mutex // guards what follows
 	queue []*op
 	lanes [laneCount]*lane
-	rtt   time.Duration // the shortest of late
 
+	rtt      atomic.Int64  // ns, the shortest of late
+	owed     atomic.Int64  // writes of unknown outcome, of all lanes
 	ticking  chan struct{} // see tick
 	watching bool          // see watch
 }
@@ -122,13 +124,16 @@ func (c *committer) lead(l *lane, b *batch) {
 	c.qmu.Lock()
 	more := l.retry || len(c.queue) > 0
 	if !more {
-		l.busy, l.sentAt = false, time.Time{}
+		l.free()
 	}
 	c.qmu.Unlock()
 	if more {
 		c.r.group.spawn(func() { c.run(l) })
 	}
 }
+
+// free is for whoever made the lane busy. c.qmu is held.
+func (l *lane) free() { l.busy, l.stuck, l.sentAt = false, false, time.Time{} }
 
 // watch sees to it that nobody waits for long behind a lane that is stuck. One timer does for all who wait; it delays nobody. c.qmu is held.
 func (c *committer) watch() {
@@ -142,6 +147,9 @@ func (c *committer) watch() {
 		c.watching = false
 		if len(c.queue) == 0 {
 			return
+		}
+		for _, l := range c.lanes {
+			l.stuck = !l.sentAt.IsZero() && time.Since(l.sentAt) >= stuckAfter
 		}
 		if l := c.freeLane(); l != nil {
 			c.r.group.spawn(func() { c.run(l) })
@@ -175,24 +183,18 @@ func (c *committer) await(o *op) bool {
 		return true
 	default:
 	}
-	for began := time.Now(); ; {
+	for range 4 { // the first may be about to tick
 		select {
 		case <-o.settled:
 			return true
 		case <-c.tick():
-			if time.Since(began) >= 3*c.r.tm.call {
-				return false
-			}
 		}
 	}
+	return false
 }
 
 // far reports that Redis is a network away.
-func (c *committer) far() bool {
-	c.qmu.Lock()
-	defer c.qmu.Unlock()
-	return c.rtt >= convoyAfter
-}
+func (c *committer) far() bool { return time.Duration(c.rtt.Load()) >= convoyAfter }
 
 // kick repeats now what has an unknown outcome. Every beat calls it.
 func (c *committer) kick() {
@@ -230,14 +232,12 @@ func (i *incarnation) acked() (a acks) {
 }
 
 // overloaded reports that too much has an unknown outcome to take on more.
-func (c *committer) overloaded() bool {
-	c.qmu.Lock()
-	defer c.qmu.Unlock()
-	n := 0
-	for _, l := range c.lanes {
-		n += len(l.unsettled)
-	}
-	return n >= maxUnsettled
+func (c *committer) overloaded() bool { return c.owed.Load() >= maxUnsettled }
+
+// keep makes o one of the writes that the lane owes. c.qmu is held.
+func (c *committer) keep(l *lane, o *op) {
+	l.unsettled = append(l.unsettled, o)
+	c.owed.Add(1)
 }
 
 // idle reports that nothing is queued, under way or unsettled.
@@ -256,14 +256,14 @@ func (c *committer) idle() bool {
 // crowd, or if those under way are stuck. c.qmu is held.
 func (c *committer) freeLane() *lane {
 	var free *lane
-	near, out := c.rtt < convoyAfter, 0 // batches under way that are not stuck
+	near, out := !c.far(), 0 // batches under way that are not stuck
 	for _, l := range c.lanes {
 		switch {
 		case !l.busy:
 			if free == nil {
 				free = l
 			}
-		case near && (l.sentAt.IsZero() || time.Since(l.sentAt) < stuckAfter):
+		case near && !l.stuck:
 			if out++; len(c.queue) < crowd || out >= nearLanes {
 				return nil
 			}
@@ -310,6 +310,7 @@ func (c *committer) gather(l *lane) *batch {
 			n++
 		}
 		l.unsettled = slices.Clone(l.unsettled[n:])
+		c.owed.Add(-int64(n))
 	}
 	flush := l.retry && l.dirty
 	l.retry = l.retry && len(l.unsettled) > 0
@@ -326,10 +327,10 @@ func (c *committer) gather(l *lane) *batch {
 		c.queue = c.queue[1:]
 	}
 	if len(b.ops) == 0 && !flush {
-		l.busy, l.sentAt = false, time.Time{}
+		l.free()
 		return nil
 	}
-	l.sentAt = time.Now()
+	l.sentAt, l.stuck = time.Now(), false
 	b.numbered = b.tracks > 0 || l.dirty
 	return b
 }
@@ -381,9 +382,11 @@ func (c *committer) answered(l *lane, b *batch, took time.Duration) {
 		l.acked.Store(l.number)
 		l.dirty = false
 	}
-	if took < c.rtt || c.rtt == 0 {
-		c.rtt = took
+	rtt := time.Duration(c.rtt.Load())
+	if took < rtt || rtt == 0 {
+		rtt = took
 	} else {
-		c.rtt += (took - c.rtt) / 256
+		rtt += (took - rtt) / 256
 	}
+	c.rtt.Store(int64(rtt))
 }

@@ -294,8 +294,12 @@ func (r *Recoverer) ask(ctx context.Context, inc *incarnation, c *fetchCall, mos
 	}
 	state, start, last := a.int(), a.int(), a.int()
 	var leases []*Lease
-	for a.more() {
-		l := &Lease{r: r, parent: c.ctx, born: inc.id, name: a.string(), record: a.bytes(), start: start, fetch: c.number}
+	for n := c.base + 1; a.more(); n++ {
+		record := a.bytes()
+		if record == nil { // taken by this call, and gone since
+			continue
+		}
+		l := &Lease{r: r, parent: c.ctx, born: inc.id, name: strconv.FormatUint(n, 10), record: record, start: start, fetch: c.number}
 		l.call(l.name)
 		l.args[1] = l.record
 		l.job, _, _, l.unreadable = r.decodeElement(l.record) // before anybody else can see the lease

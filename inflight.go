@@ -124,9 +124,12 @@ func (i *incarnation) close(why error) []*Lease {
 
 // closed reports whether new leases are refused.
 func (i *incarnation) closed() bool {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	return i.over != nil
+	select {
+	case <-i.ended:
+		return true
+	default:
+		return false
+	}
 }
 
 // active returns the leases whose jobs run and for which nothing is under way.

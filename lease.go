@@ -158,25 +158,9 @@ func (l *Lease) Confirm(ctx context.Context) error {
 // Redis did not confirm it in time: Done is kept and repeated with every heartbeat, and calling it again waits again. It is
 // idempotent: a second call returns what the first one did.
 func (l *Lease) Done() error {
-	l.lockSettled()
-	fresh := l.state == leaseActive
-	if fresh {
-		l.state = leaseFinishing
-		l.fin = l.ops[1].only(opDone, l)
-	}
-	state, fin, home, lane, err := l.state, l.fin, l.home, l.lane, l.err
-	l.mu.Unlock()
-	switch {
-	case state == leaseGiving:
-		return ErrLost
-	case state != leaseFinishing:
+	fin, home, err := l.beginDone(true, nil)
+	if fin == nil {
 		return err
-	case fresh && lane != nil:
-		home.submitAfter(lane, fin)
-	case fresh:
-		home.submit(fin, true)
-	default:
-		home.kick()
 	}
 	if !home.await(fin) {
 		return fmt.Errorf("done with job %q: no answer from Redis within %v; it goes on", l.job.ID, 3*l.r.tm.call)
@@ -185,6 +169,36 @@ func (l *Lease) Done() error {
 		return fmt.Errorf("done with job %q: not confirmed by Redis, will be repeated: %w", l.job.ID, fin.err)
 	}
 	return fin.err
+}
+
+// beginDone has Done's write sent, by the caller itself if inline, and answers it; or nil, and what Done returns, if there is nothing to
+// write any more. then is told of the first answer, if this call is the first; it may be nil.
+func (l *Lease) beginDone(inline bool, then func(error)) (*op, *incarnation, error) {
+	l.lockSettled()
+	fresh := l.state == leaseActive
+	if fresh {
+		l.state = leaseFinishing
+		l.fin = l.ops[1].only(opDone, l)
+		l.fin.then = then
+	}
+	state, fin, home, lane, err := l.state, l.fin, l.home, l.lane, l.err
+	l.mu.Unlock()
+	switch {
+	case state == leaseGiving:
+		return nil, nil, ErrLost
+	case state != leaseFinishing:
+		return nil, nil, err
+	case fresh && lane != nil:
+		home.submitAfter(lane, fin)
+	case fresh:
+		home.submit(fin, inline)
+	default:
+		home.kick()
+	}
+	if !fresh && then != nil {
+		return nil, nil, nil // whoever called Done is told
+	}
+	return fin, home, nil
 }
 
 // lockSettled locks l.mu when no Release is under way, and no write that tracks the lease again is under way for the first time. Removing the lease before that

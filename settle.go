@@ -130,6 +130,14 @@ type unprovenError struct{ error }
 
 func (e *unprovenError) Unwrap() error { return e.error }
 
+func isUnproven(err error) bool {
+	if err == nil {
+		return false // most often; and it costs nothing
+	}
+	var unproven *unprovenError
+	return errors.As(err, &unproven)
+}
+
 func (c *committer) settleTrack(ctx context.Context, l *lane, o *op, err error, start int64) {
 	wanted := o.decide()
 	if wanted && err == nil {
@@ -139,8 +147,7 @@ func (c *committer) settleTrack(ctx context.Context, l *lane, o *op, err error, 
 			err = c.traces(ctx, o.leases, err)
 		}
 	}
-	var unproven *unprovenError
-	if errors.As(err, &unproven) {
+	if isUnproven(err) {
 		c.owe(l, o.leases, debtPhantom)
 	}
 	if !wanted || err != nil {
@@ -156,8 +163,7 @@ func (c *committer) settleTrack(ctx context.Context, l *lane, o *op, err error, 
 }
 
 func (c *committer) settleDone(l *lane, o *op, err error) {
-	var unproven *unprovenError
-	if errors.As(err, &unproven) {
+	if isUnproven(err) {
 		c.repeatDone(l, o)
 		o.settle(err)
 		return
@@ -172,7 +178,7 @@ func (c *committer) owe(l *lane, leases []*Lease, why debt) {
 	c.qmu.Lock()
 	defer c.qmu.Unlock()
 	for _, lease := range leases {
-		l.unsettled = append(l.unsettled, newRemoval(lease.member, why))
+		c.keep(l, newRemoval(lease.member, why))
 	}
 	l.retry = l.retry || why == debtKnown
 }
@@ -182,6 +188,7 @@ func (c *committer) owe(l *lane, leases []*Lease, why debt) {
 func (c *committer) unknown(l *lane, b *batch, err error) {
 	c.qmu.Lock()
 	owed := l.unsettled
+	c.owed.Add(-int64(len(owed)))
 	l.unsettled, l.retry = nil, false
 	l.dirty = l.dirty || b.numbered
 	c.qmu.Unlock()
@@ -196,7 +203,7 @@ func (c *committer) unknown(l *lane, b *batch, err error) {
 			c.repeatDone(l, o)
 		case opRemove:
 			c.qmu.Lock()
-			l.unsettled = append(l.unsettled, o)
+			c.keep(l, o)
 			c.qmu.Unlock()
 			continue
 		}
@@ -214,7 +221,7 @@ func (c *committer) repeatDone(l *lane, o *op) {
 	lease.mu.Lock()
 	lease.fin = again
 	lease.mu.Unlock()
-	l.unsettled = append(l.unsettled, again)
+	c.keep(l, again)
 }
 
 // repeatRetrack keeps the leases held: were one removed by another lane now, a late copy of this write could bring it back.
@@ -229,13 +236,13 @@ func (c *committer) repeatRetrack(l *lane, o *op) {
 		}
 		lease.mu.Unlock()
 	}
-	l.unsettled = append(l.unsettled, again)
+	c.keep(l, again)
 }
 
 // submitAfter sends o by the lane that owes its lease a write of unknown outcome, and so after that write.
 func (c *committer) submitAfter(l *lane, o *op) {
 	c.qmu.Lock()
-	l.unsettled = append(l.unsettled, o)
+	c.keep(l, o)
 	c.qmu.Unlock()
 	c.kick()
 }

@@ -89,13 +89,8 @@ func (r *Recoverer) trackIn(ctx context.Context, inc *incarnation, jobs []Job) (
 	}
 	inc.submit(o, ctx.Done() == nil)
 	if o.settled != nil {
-		select {
-		case <-o.settled:
-		case <-ctx.Done():
-			if o.abandon() {
-				return nil, ctx.Err()
-			}
-			<-o.settled
+		if err := o.wait(ctx); err != nil {
+			return nil, err
 		}
 	}
 	if isNotLive(o.err) {

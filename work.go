@@ -19,8 +19,9 @@ import (
 // say, by l.Release or by a queue of its own. A handler that called Done or Release itself is left in peace. If it panics, the job is handed
 // back with Reason Panicked, counted, and Work goes on.
 //
-// If handlers are fast, Work fetches ahead a few times as many jobs as run; if they are slow, none: those would wait here while a peer is
-// idle.
+// If handlers are fast, Work fetches ahead what they do within 20 ms, at most eight jobs for each, and begins the next job before Redis has
+// confirmed the last one's Done; a handler that wants to know calls l.Done itself. If they are slow, it fetches none ahead: those would wait
+// here while a peer is idle.
 func (r *Recoverer) Work(ctx context.Context, src Source, concurrency int, handler func(ctx context.Context, l *Lease) error) error {
 	lists, err := r.lists(src)
 	if err == nil && concurrency < 1 {
@@ -39,7 +40,7 @@ func (r *Recoverer) Work(ctx context.Context, src Source, concurrency int, handl
 		return fmt.Errorf("work: %w", err)
 	}
 	p := &pool{r: r, lists: lists, places: concurrency, handler: handler,
-		fetched: make(chan *Lease, concurrency+aheadOf(concurrency)), freed: make(chan struct{}, 1)}
+		fetched: make(chan *Lease, concurrency+mostAhead(concurrency)), freed: make(chan struct{}, 1)}
 	for range concurrency {
 		p.handlers.Add(1)
 		r.detach(func() { defer p.handlers.Done(); p.handle() })
@@ -63,11 +64,20 @@ type pool struct {
 	handlers sync.WaitGroup
 }
 
-// aheadBelow is how fast handlers must be for Work to fetch ahead.
-const aheadBelow = 20 * time.Millisecond
+// aheadFor is how long jobs that are fetched ahead wait here, at most; and mostAhead how many there are: enough that the next page comes before they are
+// used up, and that pages are large.
+const aheadFor = 20 * time.Millisecond
 
-// aheadOf is how many jobs are fetched ahead then: enough that the next page comes before they are used up, and that pages are large.
-func aheadOf(places int) int { return min(4*places, fetchMost) }
+func mostAhead(places int) int { return min(8*places, 2*fetchMost) }
+
+// ahead is how many jobs to fetch ahead: as many as the handlers do within aheadFor.
+func (p *pool) ahead() int {
+	took := time.Duration(p.took.Load())
+	if took == 0 { // none has ended yet
+		return 0
+	}
+	return min(p.places*int(aheadFor/took), mostAhead(p.places))
+}
 
 // feed fetches until ctx ends or the Recoverer drains.
 func (p *pool) feed(ctx context.Context) {
@@ -104,10 +114,7 @@ func (p *pool) feed(ctx context.Context) {
 
 // room is how many jobs to fetch now.
 func (p *pool) room() int {
-	ahead := 0
-	if took := p.took.Load(); took > 0 && time.Duration(took) < aheadBelow {
-		ahead = aheadOf(p.places)
-	}
+	ahead := p.ahead()
 	if len(p.fetched) > ahead/2 {
 		return 0 // later, and then many at a time
 	}
@@ -153,7 +160,22 @@ func (p *pool) end() {
 		p.r.unfetch(p.r.hard, unbegun)
 		p.r.waits.putBackSoon(p.lists) // a move that is just being ended may have taken one of them
 	}
+	p.held.Add(-int64(len(unbegun)))
 	p.handlers.Wait()
+	p.settled()
+}
+
+// settled waits for Redis' answers to the last Dones, but not for longer than Done itself would.
+func (p *pool) settled() {
+	timer := time.NewTimer(3 * p.r.tm.call)
+	defer timer.Stop()
+	for p.held.Load() > 0 {
+		select {
+		case <-p.freed:
+		case <-timer.C:
+			return
+		}
+	}
 }
 
 // handle runs one job after the other.
@@ -164,13 +186,17 @@ func (p *pool) handle() {
 	}
 }
 
-// ended makes room for another job.
-func (p *pool) ended(took time.Duration) {
+// measure keeps the average of the handler's time.
+func (p *pool) measure(took time.Duration) {
 	average := p.took.Load()
 	if average == 0 {
 		average = int64(took)
 	}
 	p.took.Store(max(1, average+(int64(took)-average)/8)) // a lost update is no harm
+}
+
+// ended makes room for another job.
+func (p *pool) ended() {
 	p.held.Add(-1)
 	p.wake()
 }
@@ -190,7 +216,7 @@ func (p *pool) wake() {
 func (p *pool) one(l *Lease) {
 	began := time.Now()
 	if !l.isHeld() { // lost while it waited
-		p.ended(0)
+		p.ended()
 		return
 	}
 	l.arm() // its time begins now, not when it was fetched
@@ -200,11 +226,12 @@ func (p *pool) one(l *Lease) {
 			p.r.surrender(l, Panicked)
 			p.handlers.Add(1)
 			p.r.detach(func() { defer p.handlers.Done(); p.handle() })
+			p.ended()
 		}
-		p.ended(time.Since(began))
 	}()
 	perr := guard(func() { err = p.handler(l.Context(), l) })
 	returned = true
+	p.measure(time.Since(began))
 	if perr != nil {
 		logPanic(p.r.log, "recovery: a handler panicked, its job is handed back", perr,
 			"worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
@@ -212,6 +239,7 @@ func (p *pool) one(l *Lease) {
 		l.cause = perr.Error()
 		l.mu.Unlock()
 		p.r.surrender(l, Panicked)
+		p.ended()
 		return
 	}
 	switch {
@@ -224,9 +252,20 @@ func (p *pool) one(l *Lease) {
 	}
 	if l.wantsOut() { // it was refused: nobody else would try again
 		p.r.surrender(l, Released)
+		p.ended()
 		return
 	}
-	if err := l.Done(); err != nil && !errors.Is(err, ErrLost) { // a loss was told when it happened
+	// The next job does not wait for Redis' answer to this one's Done. Until then this one counts as fetched: so there are never more of them than Work
+	// fetches ahead.
+	if fin, _, _ := l.beginDone(false, func(err error) { p.confirmed(l, err) }); fin == nil {
+		p.ended() // the handler had called Done or Release
+	}
+}
+
+// confirmed is told Redis' answer to a Done.
+func (p *pool) confirmed(l *Lease, err error) {
+	if err != nil && !errors.Is(err, ErrLost) { // a loss was told when it happened
 		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "err", err)
 	}
+	p.ended()
 }

@@ -86,6 +86,7 @@ func TestWork_drains(t *testing.T) {
 				time.Sleep(time.Second)
 				quick.Store(false)
 				w.push("jobs", "a", "b", "c", "d", "e")
+				began := time.Now()
 				time.Sleep(time.Second)
 				assert.Len(t, w.inflight(m.WorkerID()), 5, "two run, the others were fetched ahead")
 				stopped := make(chan error, 1)
@@ -101,6 +102,7 @@ func TestWork_drains(t *testing.T) {
 				assert.Equal(t, []string{"c", "d", "e"}, w.queued("jobs"))
 				assert.Len(t, w.inflight(m.WorkerID()), 2)
 				assert.NoError(t, <-ended)
+				assert.WithinDuration(t, began.Add(10*time.Second), time.Now(), time.Second, "when the last handler did")
 				assert.Equal(t, int64(2), done.Load())
 				if how == "stop" {
 					assert.NoError(t, <-stopped)
@@ -110,6 +112,74 @@ func TestWork_drains(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A place is free when its handler has returned, not when Redis has confirmed it: but no more jobs are open than Work fetches ahead.
+func TestWork_goesOnBeforeDoneIsConfirmed(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs")
+		m := w.join("a", Config{}, into(q))
+		ctx, cancel := context.WithCancel(bg)
+		defer cancel()
+		var runs atomic.Int64
+		ended := working(m, ctx, q, 1, func(context.Context, *Lease) error { runs.Add(1); return nil })
+		w.push("jobs", "warm up")
+		time.Sleep(time.Second)
+		m.faults.add(&fault{mode: slow, on: "commit", delay: time.Second, times: -1})
+		for i := range 30 {
+			w.push("jobs", fmt.Sprint(i))
+		}
+		time.Sleep(500 * time.Millisecond)
+		assert.EqualValues(t, 1, m.Stats().Done, "the first is not confirmed yet")
+		assert.EqualValues(t, 1+1+mostAhead(1), runs.Load(), "and others have run")
+		assert.Len(t, w.inflight(m.WorkerID()), 1+mostAhead(1), "no more than that")
+		time.Sleep(20 * time.Second)
+		assert.EqualValues(t, 31, m.Stats().Done)
+		assert.EqualValues(t, 31, runs.Load())
+		cancel()
+		assert.NoError(t, <-ended)
+	})
+}
+
+// Work returns when what its handlers did is confirmed, or known not to be: a process that ends then has nothing of it repeated.
+func TestWork_returnsWhenDoneIsConfirmed(t *testing.T) {
+	inBubble(t, func(w *world) {
+		q := NewListQueue("jobs")
+		m := w.join("a", Config{}, into(q))
+		ctx, cancel := context.WithCancel(bg)
+		ended := working(m, ctx, q, 2, func(context.Context, *Lease) error { return nil })
+		m.faults.add(&fault{mode: slow, on: "commit", delay: time.Second})
+		w.push("jobs", "a")
+		time.Sleep(500 * time.Millisecond)
+		cancel()
+		assert.NoError(t, <-ended)
+		assert.Empty(t, w.inflight(m.WorkerID()))
+
+		ctx, cancel = context.WithCancel(bg)
+		defer cancel()
+		ended = working(m, ctx, q, 2, func(context.Context, *Lease) error { return nil })
+		m.faults.add(&fault{mode: failBefore, on: "commit"})
+		w.push("jobs", "b")
+		time.Sleep(500 * time.Millisecond)
+		assert.Contains(t, w.logs.String(), "recovery: a job's end is not confirmed yet")
+		cancel()
+		assert.NoError(t, <-ended)
+		time.Sleep(10 * time.Second)
+		assert.Empty(t, w.inflight(m.WorkerID()), "it was repeated")
+		assert.EqualValues(t, 2, m.Stats().Done)
+	})
+}
+
+// What waits here, waits for 20 ms at most.
+func TestWork_ahead(t *testing.T) {
+	p := &pool{places: 10}
+	for took, want := range map[time.Duration]int{0: 0, 1: 80, time.Millisecond: 80, 4 * time.Millisecond: 50, 19 * time.Millisecond: 10, 21 * time.Millisecond: 0, time.Hour: 0} {
+		p.took.Store(int64(took))
+		assert.Equal(t, want, p.ahead(), "%v", took)
+	}
+	p.places = 1000
+	p.took.Store(1)
+	assert.Equal(t, 512, p.ahead())
 }
 
 // Slow handlers: nothing waits here while a peer could run it.

@@ -301,8 +301,8 @@ func TestWrite_lostWakeUp(t *testing.T) {
 	p.fetched <- &Lease{}
 	p.held.Store(4)
 	require.Zero(t, p.room(), "the feeder waits for freed")
-	p.ended(time.Minute)
-	p.ended(time.Minute)
+	p.ended()
+	p.ended()
 	<-p.fetched // one of the two takes it, and runs for an hour
 	p.wake()    // as handle does
 	require.Equal(t, 1, p.room(), "there is an idle handler")

@@ -18,9 +18,17 @@ func plain(beside int) subject {
 	return subject{"plain", func(e env) (func(int) error, func() error, error) {
 		rdb := e.srv.clientAt(e.addr)
 		var next atomic.Int64
-		for n := range beside {
-			rdb.ZAdd(bg, "index", redis.Z{Score: 1, Member: fmt.Sprint("beside-", n)})
-			rdb.HSet(bg, "jobs", fmt.Sprint("beside-", n), e.payload)
+		for n := 0; n < beside; n += 1000 {
+			_, err := rdb.Pipelined(bg, func(p redis.Pipeliner) error {
+				for id := n; id < min(n+1000, beside); id++ {
+					p.ZAdd(bg, "index", redis.Z{Score: 1, Member: fmt.Sprint("beside-", id)})
+					p.HSet(bg, "jobs", fmt.Sprint("beside-", id), e.payload)
+				}
+				return nil
+			})
+			if err != nil {
+				return nil, nil, err
+			}
 		}
 		job := func(int) error {
 			id := strconv.FormatInt(next.Add(1), 10)

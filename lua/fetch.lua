@@ -8,11 +8,11 @@
 -- ARGV[3] at most this many leases; 0 only asks what an earlier copy took, and makes sure that no later one takes anything
 -- ARGV[4] stop after this many bytes
 -- ARGV[5...] two for each queue: its consumers' end, LEFT or RIGHT; what a record of its elements begins with
--- Returns {state, start, last, lease...}
+-- Returns {state, start, last, record...}
 --   state 1 live; 0 fenced; -1 absent. Unless live, nothing was taken.
 --   start us, of these leases
 --   last  number of the call before this one
---   lease two values each: member, record
+--   record of each lease, in the order of their names; nil for one that is not there any more
 -- Atomic: an element is in its list or in the records, never in neither.
 -- Twice: the session keeps the number of the last call, and how many leases it took. A copy answers those again; a copy of an older call
 -- answers none, and its caller has long been told.
@@ -31,10 +31,9 @@ if number <= last then
   for i = 1, number == last and tonumber(s[3] or 0) or 0 do
     local member = int(base + i)
     local start, record = redis.call("ZSCORE", inflight, member), redis.call("HGET", jobs, member)
+    answer[3 + i] = start and record
     if start and record then
       answer[2] = int(tonumber(start))
-      answer[#answer + 1] = member
-      answer[#answer + 1] = record
     end
   end
   return answer
@@ -63,14 +62,14 @@ for q = 4, #KEYS, 2 do
     if type(elements) == "table" and elements.err then failed = failed or elements end
     if type(elements) ~= "table" or elements.err or #elements == 0 then break end
     local records, index, size = {}, {}, 1
-    for _, element in ipairs(elements) do
+    for i, element in ipairs(elements) do
       taken = taken + 1
       size = math.max(size, #element)
       bytes = bytes + #element
-      local member, record = int(base + taken), header .. element
-      records[#records + 1], records[#records + 2] = member, record
-      index[#index + 1], index[#index + 2] = start, member
-      answer[#answer + 1], answer[#answer + 2] = member, record
+      local member, record = base + taken .. "", header .. element -- not by int: it is the slowest part of this loop. 14 digits are exact
+      records[2 * i - 1], records[2 * i] = member, record
+      index[2 * i - 1], index[2 * i] = start, member
+      answer[3 + taken] = record
     end
     redis.call("HSET", jobs, unpack(records))
     redis.call("ZADD", inflight, unpack(index))
