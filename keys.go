@@ -84,10 +84,12 @@ type workerKeys struct {
 	session, beat, suspect, inflight, jobs, claims, handed, damaged string
 }
 
+func (k keyspace) beat(id string) string { return k.under(id, "beat") }
+
 func (k keyspace) worker(id string) workerKeys {
 	return workerKeys{
 		session:  k.under(id, "session"),
-		beat:     k.under(id, "beat"),
+		beat:     k.beat(id),
 		suspect:  k.under(id, "suspect"),
 		inflight: k.under(id, "inflight"),
 		jobs:     k.under(id, "jobs"),

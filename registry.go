@@ -157,7 +157,7 @@ func (r *Recoverer) look(ctx context.Context, ids []string) []vital {
 	beats := make([]*redis.DurationCmd, len(ids))
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, id := range ids {
-			beats[i] = p.PTTL(ctx, r.keys.worker(id).beat)
+			beats[i] = p.PTTL(ctx, r.keys.beat(id))
 		}
 		return nil
 	}) // each command has its own error: a node that is away must not hide the workers of the others

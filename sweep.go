@@ -227,18 +227,19 @@ func (p *pass) lookAt(ids []string) {
 	// This worker is no exception: if its own beats do not arrive it is as dead as any other, and it may be the only one that
 	// sweeps.
 	var silent []string
+	alive := 0
 	for _, v := range p.r.look(p.ctx, ids) {
-		p.count(func(s *SweepReport) { s.Workers++ })
 		switch {
 		case v.err != nil:
 			p.fail(v.err)
 		case v.alive:
-			p.count(func(s *SweepReport) { s.Alive++ })
+			alive++
 			p.watchFor(v.id, v.left)
 		default:
 			silent = append(silent, v.id)
 		}
 	}
+	p.count(func(s *SweepReport) { s.Workers += len(ids); s.Alive += alive })
 	for _, id := range silent {
 		p.recover(id)
 	}

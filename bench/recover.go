@@ -245,7 +245,7 @@ func (e env) beats(n int) (beat, setPX time.Duration, err error) {
 		return 0, 0, err
 	}
 	all := 0.0
-	for _, name := range []string{"evalsha", "set", "hmget", "zcard", "sadd"} {
+	for _, name := range []string{"evalsha", "set", "hmget", "zcard", "hlen", "sadd", "pexpire"} {
 		all += usec(text, name)
 	}
 	beat = time.Duration(all * float64(time.Microsecond) / float64(beats))
