@@ -72,6 +72,27 @@ func (c *rawConn) reply() (string, error) {
 	return text, nil
 }
 
+// list reads an answer of strings.
+func (c *rawConn) list() ([]string, error) {
+	line, err := c.r.ReadString('\n')
+	if err != nil {
+		return nil, err
+	}
+	n, err := strconv.Atoi(strings.TrimRight(line[1:], "\r\n"))
+	if line[0] != '*' || err != nil {
+		return nil, fmt.Errorf("redis: %q", line)
+	}
+	all := make([]string, 0, n)
+	for range n {
+		text, err := c.reply()
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, text)
+	}
+	return all, nil
+}
+
 const limitTrack = `
 local s = redis.call("HMGET", KEYS[1], "state", ARGV[1], "start")
 if s[1] ~= "live" or tonumber(ARGV[2]) <= tonumber(s[2] or 0) then return 0 end

@@ -64,6 +64,7 @@ var drainers = []drainer{
 	{"rmq", fillRmq, drainRmq},
 	{"taskq", fillTaskq, drainTaskq},
 	{"gocraft/work", fillGocraft, drainGocraft},
+	{"the least", fillRecovery, drainLeast},
 }
 
 func fillRecovery(e env, n int) error {
