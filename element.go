@@ -68,33 +68,30 @@ func contentID(payload []byte) string {
 	return "sha256:" + hex.EncodeToString(sum[:16])
 }
 
-// decodeElement reads a fetched record by the format of its list, if this worker knows it. nameless: the element has no name of its own.
+// decodeElement reads a fetched record by the format of its list, if this worker knows it. nameless: the element has no name of its own, and
+// job.ID may be empty. It is then contentID of the element, which whoever needs it makes: a hash of each payload is what Fetch would spend most
+// on.
 func (r *Recoverer) decodeElement(raw []byte) (job Job, e element, nameless bool, err error) {
 	if e, err = parseElement(raw); err != nil {
 		return Job{}, e, false, err
 	}
-	plain := e.job()
+	plain := Job{Queue: e.queue, Payload: e.bytes}
 	q := r.knownList(e.queue)
-	if q == nil {
+	if q == nil || q.isPlain() {
 		return plain, e, true, nil
 	}
-	own := e.bytes
-	if _, plain := q.format.(payloadFormat); !plain {
-		own = slices.Clone(own) // a format may work in place, and the element goes back as it was
-	}
+	own := slices.Clone(e.bytes) // a format may work in place, and the element goes back as it was
 	perr := guard(func() { job, err = q.format.Decode(own) })
 	if err = errors.Join(err, perr); err != nil {
 		return plain, e, true, fmt.Errorf("element of %q can't be decoded: %w", e.queue, err)
 	}
 	if job.Queue == "" {
-		job.Queue = plain.Queue
+		job.Queue = e.queue
 	}
 	if nameless = job.ID == ""; nameless {
-		job.ID = plain.ID
+		job.ID = contentID(e.bytes)
 	}
-	limits := r.cfg
-	limits.MaxPayload = math.MaxInt // it is in Redis already
-	if err = job.validate(&limits); err != nil {
+	if err = job.validate(math.MaxInt); err != nil { // however large, it is in Redis already
 		return plain, e, true, fmt.Errorf("element of %q is not a job: %w", e.queue, err)
 	}
 	return job, e, nameless, nil

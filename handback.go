@@ -108,7 +108,11 @@ func (r *Recoverer) decode(c *claim, l *claimedLease) *orphan {
 		return o
 	}
 	if isElement(l.record) {
-		if o.Job, o.element, o.nameless, o.err = r.decodeElement(l.record); o.err != nil {
+		o.Job, o.element, o.nameless, o.err = r.decodeElement(l.record)
+		if o.nameless {
+			o.ID = contentID(o.element.bytes)
+		}
+		if o.err != nil {
 			o.grave = "element unreadable"
 			return o
 		}

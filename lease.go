@@ -85,8 +85,19 @@ type Lease struct {
 // Job returns the job as it was tracked. Do not change its payload.
 func (l *Lease) Job() Job {
 	j := l.job
+	j.ID = l.jobID()
 	j.Headers = maps.Clone(j.Headers)
 	return j
+}
+
+// jobID is the job's name. A fetched element without one is named by its contents, when somebody asks.
+func (l *Lease) jobID() string {
+	if l.job.ID == "" {
+		if e, err := parseElement(l.record); err == nil {
+			return contentID(e.bytes)
+		}
+	}
+	return l.job.ID
 }
 
 // ID returns the name of this run of the job. No other run, of this or any job, has the same. It is the Key of the Orphan
@@ -135,18 +146,18 @@ func (l *Lease) Confirm(ctx context.Context) error {
 	case leaseLost, leaseGiving:
 		return ErrLost
 	case leaseFinished, leaseFinishing:
-		return fmt.Errorf("confirm job %q: already done", l.job.ID)
+		return fmt.Errorf("confirm job %q: already done", l.jobID())
 	}
 	session, places, err := l.r.where(ctx, at.home, at)
 	switch {
 	case err != nil:
-		return fmt.Errorf("confirm job %q: %w", l.job.ID, err)
+		return fmt.Errorf("confirm job %q: %w", l.jobID(), err)
 	case session == sessionLive && places[0] == placeTracked:
 		return nil
 	case session == sessionAbsent, places[0] == placeUnknown, places[0] == placeNoRecord, places[0] == placeNoIndex:
 		// Redis lost it. The next beat tracks it again; until then it could not be recovered, but nobody has it either.
 		l.r.heart.kick()
-		return fmt.Errorf("confirm job %q: not in Redis; it will be tracked again", l.job.ID)
+		return fmt.Errorf("confirm job %q: not in Redis; it will be tracked again", l.jobID())
 	}
 	return ErrLost // told by Redis; the heartbeat will cancel the context
 }
@@ -163,10 +174,10 @@ func (l *Lease) Done() error {
 		return err
 	}
 	if !home.await(fin) {
-		return fmt.Errorf("done with job %q: no answer from Redis within %v; it goes on", l.job.ID, 3*l.r.tm.call)
+		return fmt.Errorf("done with job %q: no answer from Redis within %v; it goes on", l.jobID(), 3*l.r.tm.call)
 	}
 	if fin.err != nil && !errors.Is(fin.err, ErrLost) {
-		return fmt.Errorf("done with job %q: not confirmed by Redis, will be repeated: %w", l.job.ID, fin.err)
+		return fmt.Errorf("done with job %q: not confirmed by Redis, will be repeated: %w", l.jobID(), fin.err)
 	}
 	return fin.err
 }

@@ -80,6 +80,11 @@ type payloadFormat struct{}
 func (payloadFormat) Decode(element []byte) (Job, error) { return Job{Payload: element}, nil }
 func (payloadFormat) Encode(o Orphan) ([]byte, error)    { return o.Payload, nil }
 
+func (q *ListQueue) isPlain() bool {
+	_, plain := q.format.(payloadFormat)
+	return plain
+}
+
 // Source is what Fetch and Work take jobs from: a ListQueue, or several InOrder.
 type Source interface{ lists() []*ListQueue }
 

@@ -231,7 +231,7 @@ func (d *decoder) skip(n int) {
 }
 
 // validate refuses what can't be recorded. It never looks at the contents of ID or payload: any byte is allowed.
-func (j *Job) validate(cfg *Config) error {
+func (j *Job) validate(maxPayload int) error {
 	headers := 0
 	for k, v := range j.Headers {
 		headers += len(k) + len(v)
@@ -249,10 +249,10 @@ func (j *Job) validate(cfg *Config) error {
 		return fmt.Errorf("%w: Timeout of job %q is %v, from %v to %v, or 0 as configured, or NoTimeout", ErrInvalidJob, j.ID, j.Timeout, minInterval, maxInterval)
 	case j.MaxRecoveries < NoLimit, j.MaxRecoveries > math.MaxInt32:
 		return fmt.Errorf("%w: MaxRecoveries of job %q is %d, from 0 to %d, or NoLimit", ErrInvalidJob, j.ID, j.MaxRecoveries, math.MaxInt32)
-	case len(j.Checkpoint) > cfg.MaxPayload:
-		return fmt.Errorf("%w: checkpoint of job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Checkpoint), cfg.MaxPayload)
-	case len(j.Payload) > cfg.MaxPayload:
-		return fmt.Errorf("%w: job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Payload), cfg.MaxPayload)
+	case len(j.Checkpoint) > maxPayload:
+		return fmt.Errorf("%w: checkpoint of job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Checkpoint), maxPayload)
+	case len(j.Payload) > maxPayload:
+		return fmt.Errorf("%w: job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, j.ID, len(j.Payload), maxPayload)
 	}
 	return nil
 }

@@ -18,18 +18,18 @@ import (
 // replaces it.
 func (l *Lease) Checkpoint(ctx context.Context, data []byte) error {
 	if most := l.r.cfg.MaxPayload; len(data) > most {
-		return fmt.Errorf("%w: checkpoint of job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, l.job.ID, len(data), most)
+		return fmt.Errorf("%w: checkpoint of job %q has %d bytes, Config.MaxPayload is %d", ErrPayloadTooLarge, l.jobID(), len(data), most)
 	}
 	raw, err := l.seal(data)
 	if err != nil {
-		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, err)
+		return fmt.Errorf("checkpoint of job %q: %w", l.jobID(), err)
 	}
 	saving := l.savingTurn()
 	select {
 	case saving <- struct{}{}:
 		defer func() { <-saving }()
 	case <-ctx.Done():
-		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, ctx.Err())
+		return fmt.Errorf("checkpoint of job %q: %w", l.jobID(), ctx.Err())
 	}
 	l.lockSettled()
 	state, home, member, number := l.state, l.home, l.member, l.saved+1
@@ -41,19 +41,19 @@ func (l *Lease) Checkpoint(ctx context.Context, data []byte) error {
 	switch state {
 	case leaseActive:
 	case leaseFinished, leaseFinishing:
-		return fmt.Errorf("checkpoint of job %q: already done", l.job.ID)
+		return fmt.Errorf("checkpoint of job %q: already done", l.jobID())
 	default:
 		return ErrLost
 	}
 	kept, err := l.r.save(ctx, home, member, number, raw)
 	switch {
 	case err != nil:
-		return fmt.Errorf("checkpoint of job %q: %w", l.job.ID, err)
+		return fmt.Errorf("checkpoint of job %q: %w", l.jobID(), err)
 	case kept == 0:
 		return ErrLost
 	case kept < 0:
 		l.r.heart.kick()
-		return fmt.Errorf("checkpoint of job %q: not in Redis; it will be tracked again, with this checkpoint", l.job.ID)
+		return fmt.Errorf("checkpoint of job %q: not in Redis; it will be tracked again, with this checkpoint", l.jobID())
 	}
 	return nil
 }
@@ -97,7 +97,7 @@ func (l *Lease) Release() error {
 	if l.state != leaseActive {
 		defer l.mu.Unlock()
 		if l.state == leaseFinished || l.state == leaseFinishing {
-			return fmt.Errorf("release job %q: already done", l.job.ID)
+			return fmt.Errorf("release job %q: already done", l.jobID())
 		}
 		return ErrLost
 	}
@@ -124,7 +124,7 @@ func (l *Lease) Release() error {
 	}
 	close(l.released)
 	if err != nil {
-		return fmt.Errorf("release job %q: %w", l.job.ID, err)
+		return fmt.Errorf("release job %q: %w", l.jobID(), err)
 	}
 	return nil
 }
@@ -209,7 +209,7 @@ func (l *Lease) arm() {
 	defer l.mu.Unlock()
 	if l.state == leaseActive {
 		l.timeout = time.AfterFunc(d, func() {
-			l.r.log.Warn("recovery: job timed out", "worker", l.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "timeout", d)
+			l.r.log.Warn("recovery: job timed out", "worker", l.r.WorkerID(), "job", l.jobID(), "lease", l.ID(), "queue", l.job.Queue, "timeout", d)
 			l.r.group.spawn(func() { l.r.surrender(l, TimedOut) })
 		})
 	}

@@ -24,7 +24,7 @@ func (r *Recoverer) surrender(l *Lease, reason Reason) {
 		return
 	}
 	if _, err := r.handOver(r.hard, g); err != nil && !errors.Is(err, errInClaims) {
-		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.job.ID, "lease", l.ID(), "err", err)
+		r.log.Error("recovery: could not give up a job, will try again", "worker", l.home.id, "job", l.jobID(), "lease", l.ID(), "err", err)
 	}
 }
 
@@ -91,7 +91,7 @@ func (r *Recoverer) settleGiveUps(ctx context.Context) (returned int, err error)
 			mu.Lock()
 			defer mu.Unlock()
 			if returned += n; e != nil {
-				err = fmt.Errorf("job %q is not yet handed back: %w", g.lease.job.ID, e)
+				err = fmt.Errorf("job %q is not yet handed back: %w", g.lease.jobID(), e)
 			}
 		})
 	}

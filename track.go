@@ -31,7 +31,7 @@ func (r *Recoverer) TrackAll(ctx context.Context, jobs ...Job) ([]*Lease, error)
 
 func (r *Recoverer) track(ctx context.Context, jobs ...Job) ([]*Lease, error) {
 	for i := range jobs {
-		if err := jobs[i].validate(&r.cfg); err != nil {
+		if err := jobs[i].validate(r.cfg.MaxPayload); err != nil {
 			return nil, err
 		}
 	}
@@ -115,7 +115,7 @@ func (r *Recoverer) prepare(ctx context.Context, inc *incarnation, jobs []Job) (
 		if err := r.encode(ctx, l); err != nil {
 			inc.drop(members(leases)...)
 			r.discard(leases)
-			return nil, fmt.Errorf("job %q: %w", l.job.ID, err)
+			return nil, fmt.Errorf("job %q: %w", l.jobID(), err)
 		}
 	}
 	return leases, nil
@@ -172,14 +172,14 @@ func (r *Recoverer) ended(n int) {
 func (r *Recoverer) noteLost(l *Lease, why string) {
 	r.counts.lost.Add(1)
 	r.owes.Store(true) // perhaps it is in this worker's own claims, by a late copy of its own write: then nobody else looks after it
-	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "reason", why)
-	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.job.ID, Queue: l.job.Queue, Reason: why})
+	r.log.Warn("recovery: job lost", "worker", r.WorkerID(), "job", l.jobID(), "lease", l.ID(), "queue", l.job.Queue, "reason", why)
+	emit(r.log, r.cfg.Events.Lost, LostInfo{Worker: r.WorkerID(), Lease: l.ID(), Job: l.jobID(), Queue: l.job.Queue, Reason: why})
 }
 
 // Do tracks job, runs fn with the lease's context, and ends the lease. It returns fn's error; joined with ErrLost if the job was
 // lost meanwhile, or with Done's error. If fn panics the job is handed back, with Reason Panicked, and the panic goes on.
 func (r *Recoverer) Do(ctx context.Context, job Job, fn func(context.Context) error) error {
-	if fn == nil && job.validate(&r.cfg) == nil {
+	if fn == nil && job.validate(r.cfg.MaxPayload) == nil {
 		return fmt.Errorf("do job %q: %w: fn is nil", job.ID, ErrInvalidConfig)
 	}
 	l, err := r.Track(ctx, job)

@@ -234,7 +234,7 @@ func (p *pool) one(l *Lease) {
 	p.measure(time.Since(began))
 	if perr != nil {
 		logPanic(p.r.log, "recovery: a handler panicked, its job is handed back", perr,
-			"worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue)
+			"worker", p.r.WorkerID(), "job", l.jobID(), "lease", l.ID(), "queue", l.job.Queue)
 		l.mu.Lock()
 		l.cause = perr.Error()
 		l.mu.Unlock()
@@ -246,9 +246,9 @@ func (p *pool) one(l *Lease) {
 	case err == nil:
 	case !l.isHeld():
 		p.r.log.Warn("recovery: a handler failed, and its job is not its own any more",
-			"worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "err", err)
+			"worker", p.r.WorkerID(), "job", l.jobID(), "lease", l.ID(), "queue", l.job.Queue, "err", err)
 	default:
-		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "queue", l.job.Queue, "err", err)
+		p.r.log.Error("recovery: a handler failed, its job is done", "worker", p.r.WorkerID(), "job", l.jobID(), "lease", l.ID(), "queue", l.job.Queue, "err", err)
 	}
 	if l.wantsOut() { // it was refused: nobody else would try again
 		p.r.surrender(l, Released)
@@ -265,7 +265,7 @@ func (p *pool) one(l *Lease) {
 // confirmed is told Redis' answer to a Done.
 func (p *pool) confirmed(l *Lease, err error) {
 	if err != nil && !errors.Is(err, ErrLost) { // a loss was told when it happened
-		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.job.ID, "lease", l.ID(), "err", err)
+		p.r.log.Warn("recovery: a job's end is not confirmed yet", "worker", p.r.WorkerID(), "job", l.jobID(), "lease", l.ID(), "err", err)
 	}
 	p.ended()
 }
