@@ -86,6 +86,7 @@ func (e env) bareHandBack(n int, oneScript bool) (res recovered, err error) {
 		return res, err
 	}
 	s := after.minus(before)
-	res.rate, res.redis, res.wire = float64(n)/s.wall.Seconds(), s.redis/time.Duration(n), float64(s.wire)/float64(n)
+	res.rate, res.wire = float64(n)/s.wall.Seconds(), float64(s.wire)/float64(n)
+	res.client, res.redis = s.cpu/time.Duration(n), s.redis/time.Duration(n)
 	return res, nil
 }

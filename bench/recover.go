@@ -14,10 +14,11 @@ import (
 
 // recovered is what it cost to hand back the jobs of a dead worker.
 type recovered struct {
-	rate  float64       // orphans a second
-	redis time.Duration // CPU, an orphan
-	stall time.Duration // the longest that another client had to wait meanwhile
-	wire  float64       // bytes, an orphan
+	rate          float64       // orphans a second
+	client, redis time.Duration // CPU, an orphan
+	command       time.Duration // the longest that Redis was at one command
+	stall         time.Duration // the longest that another client had to wait meanwhile
+	wire          float64       // bytes, an orphan
 }
 
 // pusher is a BatchEnqueuer as one would write it for a list.
@@ -47,8 +48,9 @@ func (p *pusher) EnqueueAll(ctx context.Context, os []recovery.Orphan) []error {
 	return nil
 }
 
-// orphans lets a worker die with n jobs, and measures the pass that hands them back. list: through a ListQueue; fetched: they were fetched, too.
-func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
+// orphans lets a worker die with n jobs, and measures the pass that hands them back. list: through a ListQueue; fetched: they were fetched, too;
+// watched: by another client, whose commands cost something as well.
+func (e env) orphans(n int, list, fetched, watched bool) (res recovered, err error) {
 	if err := e.srv.admin.FlushAll(bg).Err(); err != nil {
 		return res, err
 	}
@@ -80,10 +82,17 @@ func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
 	if err != nil {
 		return res, err
 	}
-	stalled := make(chan time.Duration)
+	stalled := make(chan time.Duration, 1)
 	stop := make(chan struct{})
-	go func() { stalled <- e.ping(stop) }()
+	if watched {
+		go func() { stalled <- e.ping(stop) }()
+	} else {
+		stalled <- 0
+	}
 	before, err := snap(e.srv)
+	if err == nil {
+		err = e.srv.admin.Do(bg, "SLOWLOG", "RESET").Err()
+	}
 	if err != nil {
 		return res, err
 	}
@@ -97,6 +106,13 @@ func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
 	if err != nil {
 		return res, err
 	}
+	slow, err := e.srv.admin.SlowLogGet(bg, -1).Result()
+	if err != nil {
+		return res, err
+	}
+	for _, command := range slow {
+		res.command = max(res.command, command.Duration)
+	}
 	if report.HandedBack != n || rdb.LLen(bg, "queue").Val() != int64(n) {
 		return res, fmt.Errorf("%d handed back, %d in the queue, not %d", report.HandedBack, rdb.LLen(bg, "queue").Val(), n)
 	}
@@ -105,7 +121,8 @@ func (e env) orphans(n int, list, fetched bool) (res recovered, err error) {
 	cancel()
 	_ = dead.Stop(halt)
 	s := after.minus(before)
-	res.rate, res.redis, res.wire = float64(n)/s.wall.Seconds(), s.redis/time.Duration(n), float64(s.wire)/float64(n)
+	res.rate, res.wire = float64(n)/s.wall.Seconds(), float64(s.wire)/float64(n)
+	res.client, res.redis = s.cpu/time.Duration(n), s.redis/time.Duration(n)
 	return res, nil
 }
 

@@ -41,7 +41,7 @@ func startServer(args ...string) (*server, error) {
 		return nil, err
 	}
 	s := &server{addr: fmt.Sprintf("127.0.0.1:%d", port), dir: dir}
-	s.cmd = exec.Command("redis-server", append([]string{"--port", strconv.Itoa(port), "--bind", "127.0.0.1", "--dir", dir, "--save", "",
+	s.cmd = exec.Command("redis-server", append([]string{"--port", strconv.Itoa(port), "--bind", "127.0.0.1", "--dir", dir, "--save", "", "--slowlog-log-slower-than", "300", "--slowlog-max-len", "1000",
 		"--appendonly", "no", "--loglevel", "warning"}, args...)...)
 	s.cmd.Stderr = os.Stderr
 	if err := s.cmd.Start(); err != nil {

@@ -319,38 +319,48 @@ func (s *session) orphan() error {
 	const n = 10_000
 	kinds := []struct {
 		name string
-		run  func() (recovered, error)
+		run  func(watched bool) (recovered, error)
 		want float64
 	}{
-		{"BatchEnqueuer (one RPUSH for a page)", func() (recovered, error) { return s.orphans(n, false, false) }, 120_000},
-		{"ListQueue, tracked", func() (recovered, error) { return s.orphans(n, true, false) }, 0},
-		{"ListQueue, fetched", func() (recovered, error) { return s.orphans(n, true, true) }, 300_000},
-		{"the least: claim, RPUSH, forget", func() (recovered, error) { return s.bareHandBack(n, false) }, 0},
-		{"the least: one script", func() (recovered, error) { return s.bareHandBack(n, true) }, 0},
+		{"BatchEnqueuer (one RPUSH for a page)", func(watched bool) (recovered, error) { return s.orphans(n, false, false, watched) }, 120_000},
+		{"ListQueue, tracked", func(watched bool) (recovered, error) { return s.orphans(n, true, false, watched) }, 0},
+		{"ListQueue, fetched", func(watched bool) (recovered, error) { return s.orphans(n, true, true, watched) }, 300_000},
+		{"the least: claim, RPUSH, forget", func(bool) (recovered, error) { return s.bareHandBack(n, false) }, 0},
+		{"the least: one script", func(bool) (recovered, error) { return s.bareHandBack(n, true) }, 0},
 	}
-	t := table{title: "Handing back 10,000 jobs of one dead worker", head: []string{"", "orphans/s", "Redis CPU µs", "wire B", "longest stall of another client, ms"},
-		note: "By one Sweep, crashes counted. The stall is the longest PING of another client meanwhile, in this process, with both busy. *The least* " +
-			"moves the same records with nothing that makes it safe (limit_orphans.go)."}
-	all := make([][]recovered, len(kinds))
+	t := table{title: "Handing back 10,000 jobs of one dead worker",
+		head: []string{"", "orphans/s", "client CPU µs", "Redis CPU µs", "wire B", "longest command of Redis, ms", "longest stall of another client, ms"},
+		note: "By one Sweep, crashes counted. The longest command is by SLOWLOG; the stall, in runs of their own, the longest PING of another client in this process, " +
+			"which also waits for a core. *The least* moves the same records with nothing that makes it safe (limit_orphans.go)."}
+	all, stalls := make([][]recovered, len(kinds)), make([][]recovered, len(kinds))
 	for range max(3, s.repeats) {
 		for i, k := range kinds {
-			res, err := k.run()
+			res, err := k.run(false)
 			if err != nil {
 				return err
 			}
-			all[i] = append(all[i], res)
+			watched, err := k.run(true)
+			if err != nil {
+				return err
+			}
+			all[i], stalls[i] = append(all[i], res), append(stalls[i], watched)
 		}
 	}
-	for i, k := range kinds {
-		rate, stall := median(all[i], func(r recovered) float64 { return r.rate }), median(all[i], func(r recovered) time.Duration { return r.stall })
-		stalled := "-"
-		if stall > 0 {
-			stalled = fmt.Sprintf("%.1f", float64(stall)/1e6)
+	millis := func(d time.Duration) string {
+		if d == 0 {
+			return "-"
 		}
-		t.body = append(t.body, []string{k.name, fmt.Sprintf("%.0f", rate), us(median(all[i], func(r recovered) time.Duration { return r.redis })),
-			fmt.Sprintf("%.0f", median(all[i], func(r recovered) float64 { return r.wire })), stalled})
+		return fmt.Sprintf("%.1f", float64(d)/1e6)
+	}
+	for i, k := range kinds {
+		rate, stall := median(all[i], func(r recovered) float64 { return r.rate }), median(stalls[i], func(r recovered) time.Duration { return r.stall })
+		command := median(all[i], func(r recovered) time.Duration { return r.command })
+		t.body = append(t.body, []string{k.name, fmt.Sprintf("%.0f", rate), us(median(all[i], func(r recovered) time.Duration { return r.client })),
+			us(median(all[i], func(r recovered) time.Duration { return r.redis })),
+			fmt.Sprintf("%.0f", median(all[i], func(r recovered) float64 { return r.wire })), millis(command), millis(stall)})
 		if k.want > 0 {
 			s.atLeast("orphans, 10,000 of one worker, "+k.name, rate, k.want, "/s")
+			s.atMost("… longest command of Redis", float64(command)/1e6, 5, " ms")
 			s.atMost("… longest stall of another client", float64(stall)/1e6, 5, " ms")
 		}
 	}
