@@ -55,8 +55,14 @@ const missed = `
   *the least*. Here a claim may be repeated, runs out, and keeps how often it was tried; every crash is counted in the history of its job, in the slot of
   that job, so that a job that kills its workers is found; and proof is left for a holder that lives. A job must be known by its ID for that, so its record goes
   to the sweeper and can't be moved by one script alone. A fleet that loses a worker with 10,000 jobs has them back in a fifth to a third of a second.
-- **Ratios to plain at 128 and 1024 goroutines** depend on who gets the cores. On two cores that client and Redis share, what counts is the sum of
-  "client CPU" and "Redis CPU" a job.
+- **Many callers, and a full list.** *The least* in those tables is what two cores that client and Redis share leave room for: no client library, and
+  nothing that a caller of a library expects. It reaches about 1.9 times *plain* with 16 goroutines, 5.4 with 128, 6.7 with 1024, and works off a
+  list 14 times as fast as asynq. Track and Done reach about three quarters of that, Work as much; the rest is go-redis, contexts that can end, calls
+  that are repeated when an answer was lost, and the books that tell whether Redis has lost something.
+- **100,000 in flight beside.** The larger sets cost about 2.5 µs of Redis' time a job, by plain commands and by ours: caches. It is a sixth of what a
+  job costs by plain commands, and most of what it costs here.
+- **The longest stall of another client** is measured in the process that sweeps, on cores that are all busy. No command of Redis takes as long: that is
+  the column beside it.
 `
 
 func (s *session) machine() string {
