@@ -53,6 +53,15 @@ type chaosOrders struct {
 	Cluster                       []string
 	Tag                           string // HashTag
 	Replicas                      int    // WaitReplicas
+	Store                         string // directory for payloads: it has every callback, see dress
+}
+
+// queue is the list, with a format if the process is dressed.
+func (o chaosOrders) queue(k *killer) *ListQueue {
+	if o.Store != "" {
+		return NewListQueue(o.List, ElementFormat(steppedFormat{k}))
+	}
+	return NewListQueue(o.List)
 }
 
 // client is the process's own.
@@ -200,10 +209,17 @@ func chaosChild() (*Recoverer, chaosOrders, *book, *killer) {
 	var enq Enqueuer = EnqueuerFunc(func(ctx context.Context, or Orphan) error {
 		return k.callback("enqueue", func() error { return takes(ctx, or) })
 	})
-	if o.List != "" {
-		enq = NewListQueue(o.List)
+	cfg := o.config()
+	if o.Store != "" {
+		if cfg, err = dress(cfg, k, o.Store); err != nil {
+			fatal(err)
+		}
+		enq = steppedBatch{k, takes}
 	}
-	r, err := New(rdb, enq, o.config())
+	if o.List != "" {
+		enq = o.queue(k)
+	}
+	r, err := New(rdb, enq, cfg)
 	if err != nil {
 		fatal(err)
 	}
@@ -215,6 +231,9 @@ func chaosChild() (*Recoverer, chaosOrders, *book, *killer) {
 	if err != nil {
 		fatal(err)
 	}
+	r.waits.client, r.waits.own = dedicated(rdb) // as the first wait would
+	r.waits.client.AddHook(k)
+	context.AfterFunc(r.life, r.waits.close)
 	return r, o, b, k
 }
 
@@ -245,7 +264,7 @@ func chaosSteps() {
 		})
 	})
 	if o.List != "" {
-		q := NewListQueue(o.List)
+		q := o.queue(k)
 		leases, err := r.Fetch(bg, q, 2)
 		if err != nil {
 			fatal(err)
@@ -394,7 +413,7 @@ func (c *chaos) spawn(kind string, o chaosOrders) *process {
 	if o.Addr == "" {
 		o.Network, o.Addr = c.orders.Network, c.orders.Addr
 	}
-	o.Cluster, o.Tag, o.Replicas = c.orders.Cluster, c.orders.Tag, c.orders.Replicas
+	o.Cluster, o.Tag, o.Replicas, o.Store = c.orders.Cluster, c.orders.Tag, c.orders.Replicas, c.orders.Store
 	o.NS, o.Book, o.List, o.Calm = c.ns, c.path, c.list, c.calm
 	o.Name = fmt.Sprint("p", c.count)
 	return startChild(c.t, kind, o.Name, o)
@@ -419,14 +438,29 @@ func (c *chaos) kill(p *process) {
 // survivor joins in this process. On a busy machine a disk that is slow may keep it waiting: then it tries again.
 func (c *chaos) survivor(name string) *member {
 	c.t.Helper()
-	m := c.make(name, chaosConfig(c.ns, name), func(m *member) {
+	m := c.make(name, c.dressed(chaosConfig(c.ns, name)), func(m *member) {
 		m.enq.set(c.book.enqueuer())
 		if c.list != "" {
-			m.list = NewListQueue(c.list)
+			m.list = c.queue()
 		}
 	})
 	startUntil(c.t, m)
 	return m
+}
+
+// dressed gives cfg what the scene's processes have, with no step to die at.
+func (c *chaos) dressed(cfg Config) Config {
+	c.t.Helper()
+	if c.orders.Store != "" {
+		var err error
+		cfg, err = dress(cfg, newKiller(""), c.orders.Store)
+		require.NoError(c.t, err)
+	}
+	return cfg
+}
+
+func (c *chaos) queue() *ListQueue {
+	return chaosOrders{List: c.list, Store: c.orders.Store}.queue(newKiller(""))
 }
 
 // chaosFate is what the book says of one lease.
@@ -639,12 +673,13 @@ func (c *chaos) beaten(n int) {
 // What a worker and a sweeper do, by the names that nameOf gives: scripts, commands and callbacks of the user.
 var stepsOfTracking = []string{"config", "zrange", "get", "where", "sadd", "join", "beat", "commit", "checkpoint", "take", "untake", "lock", "sscan", "pttl", "claim", "records", "count", "enqueue",
 	"do", "forget", "postpone", "bury", "srem", "unlock", "leave", "del"}
-var stepsOfLists = []string{"sadd", "zrange", "time", "where", "unlock", "fetch", "deliver", "restore", "take", "zadd", "claim", "records", "count", "srem", "leave", "commit"}
+var stepsOfLists = []string{"blmove", "sadd", "zrange", "time", "where", "unlock", "fetch", "deliver", "restore", "take", "zadd", "claim", "records", "count", "srem", "leave", "commit"}
 
 type killPoint struct {
-	where string
-	nth   int
-	list  bool
+	where   string
+	nth     int
+	list    bool
+	dressed bool // the process has every callback there is
 }
 
 func killPoints() (all []killPoint) {
@@ -655,15 +690,24 @@ func killPoints() (all []killPoint) {
 		}
 		for _, when := range []string{"before ", "after "} {
 			for _, s := range stepsOfTracking {
-				all = append(all, killPoint{when + s, nth, false})
+				all = append(all, killPoint{when + s, nth, false, false})
 			}
 			for _, s := range stepsOfLists {
-				all = append(all, killPoint{when + s, nth, true})
+				all = append(all, killPoint{when + s, nth, true, false})
+			}
+			for _, s := range stepsOfCallbacks {
+				all = append(all, killPoint{when + s, nth, false, true})
+			}
+			for _, s := range stepsOfFormats {
+				all = append(all, killPoint{when + s, nth, true, true})
 			}
 		}
 	}
 	for _, when := range []string{"before ", "after "} { // the first commits are Track
-		all = append(all, killPoint{when + "commit", 3, false}, killPoint{when + "commit", 3, true})
+		all = append(all, killPoint{when + "commit", 3, false, false}, killPoint{when + "commit", 3, true, false})
+		for nth := 2; nth <= 5; nth++ { // of its own jobs, and then of those that it hands back
+			all = append(all, killPoint{when + "delete", nth, false, true})
+		}
 	}
 	return all
 }
@@ -696,7 +740,7 @@ func TestChaos_everyStep(t *testing.T) {
 			}
 			sc.close()
 			if t.Failed() {
-				t.Fatalf("killed %s, time %d, list %v:\n%s", sc.at.where, sc.at.nth, sc.at.list, text)
+				t.Fatalf("killed at %+v:\n%s", sc.at, text)
 			}
 		}
 	}
@@ -718,9 +762,12 @@ func beginScene(t *testing.T, socket string, at killPoint) *scene {
 	if at.list {
 		sc.list = "jobs:" + sc.ns
 	}
-	prey := sc.join("prey", slowHeart(), func(m *member) {
+	if at.dressed {
+		sc.orders.Store = t.TempDir()
+	}
+	prey := sc.join("prey", sc.dressed(slowHeart()), func(m *member) {
 		if at.list {
-			m.list = NewListQueue(sc.list)
+			m.list = sc.queue()
 		}
 	})
 	jobs := []string{"one", "later", "poison"}
@@ -731,7 +778,7 @@ func beginScene(t *testing.T, socket string, at killPoint) *scene {
 			sc.book.note("P", "?", e)
 			sc.push(sc.list, e)
 		}
-		leases, err := prey.Fetch(bg, NewListQueue(sc.list), 1)
+		leases, err := prey.Fetch(bg, sc.queue(), 1)
 		require.NoError(t, err)
 		sc.book.note("T", leases[0].ID(), jobName(leases[0]))
 	}
