@@ -46,6 +46,7 @@ func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation, renew boo
 	var set *redis.BoolCmd
 	var session *redis.SliceCmd
 	var leases, records, entry *redis.IntCmd
+	var ttls []*redis.BoolCmd
 	_, _ = r.rdb.Pipelined(ctx, func(p redis.Pipeliner) error {
 		set = p.SetXX(ctx, inc.keys.beat, r.State().String(), r.tm.beatTTL)
 		session = p.HMGet(ctx, inc.keys.session, sessionFields...)
@@ -53,7 +54,7 @@ func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation, renew boo
 		records = p.HLen(ctx, inc.keys.jobs)
 		if renew && r.tm.retention > 0 {
 			for _, key := range []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs} {
-				p.PExpire(ctx, key, r.tm.retention)
+				ttls = append(ttls, p.PExpire(ctx, key, r.tm.retention))
 			}
 		}
 		entry = h.register(ctx, p, inc)
@@ -64,6 +65,9 @@ func (h *heartbeater) lightBeat(ctx context.Context, inc *incarnation, renew boo
 		return pulse{}, false, err
 	}
 	values := session.Val()
+	for _, ttl := range ttls {
+		err = errors.Join(err, ttl.Err())
+	}
 	if err != nil || !renewed || leases.Err() != nil || records.Err() != nil || session.Err() != nil || len(values) != len(sessionFields) || values[0] != "live" {
 		return pulse{}, false, nil
 	}

@@ -39,7 +39,7 @@ const (
 	// stuckAfter is how long a batch may be out before callers stop waiting for it in any case.
 	stuckAfter = 20 * time.Millisecond
 
-	// maxUnsettled is how many writes of unknown outcome a lane keeps before Track refuses new jobs.
+	// maxUnsettled is how many writes of unknown outcome are kept before Track refuses new jobs.
 	maxUnsettled = 10_000
 )
 
@@ -69,13 +69,12 @@ type committer struct {
 	r    *Recoverer
 	inc  *incarnation
 	cmds commands
+	rtt  atomic.Int64 // ns, the shortest of late
+	owed atomic.Int64 // writes of unknown outcome, of all lanes
 
-	qmu   sync.Mutex // guards what follows
-	queue []*op
-	lanes [laneCount]*lane
-
-	rtt      atomic.Int64  // ns, the shortest of late
-	owed     atomic.Int64  // writes of unknown outcome, of all lanes
+	qmu      sync.Mutex // guards what follows
+	queue    []*op
+	lanes    [laneCount]*lane
 	ticking  chan struct{} // see tick
 	watching bool          // see watch
 }

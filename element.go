@@ -32,6 +32,7 @@ func isElement(raw []byte) bool {
 	return len(raw) >= 2 && raw[0] == recordVersion && raw[1] == flagElement
 }
 
+// parseElement reads the record of an element, whose bytes are part of raw.
 func parseElement(raw []byte) (element, error) {
 	if !isElement(raw) {
 		return element{}, errTruncated
@@ -50,7 +51,7 @@ func parseElement(raw []byte) (element, error) {
 		return element{}, fmt.Errorf("record has an unknown end of a list, %q", d.rest[0])
 	}
 	e.at = len(raw) - len(d.rest) + 1
-	e.bytes = append([]byte{}, d.rest[1:]...)
+	e.bytes = raw[e.at:]
 	return e, nil
 }
 
@@ -59,7 +60,7 @@ func (e *element) job() Job {
 	if e.queue == "" {
 		return Job{}
 	}
-	return Job{ID: contentID(e.bytes), Queue: e.queue, Payload: e.bytes}
+	return Job{ID: contentID(e.bytes), Queue: e.queue, Payload: append([]byte{}, e.bytes...)}
 }
 
 // contentID names a job that has no name of its own: equal payloads, equal names. Its leases still differ.
@@ -75,12 +76,13 @@ func (r *Recoverer) decodeElement(raw []byte) (job Job, e element, nameless bool
 	if e, err = parseElement(raw); err != nil {
 		return Job{}, e, false, err
 	}
+	e.bytes = append([]byte{}, e.bytes...) // its holder may work in place, and the record stays as it is
 	plain := Job{Queue: e.queue, Payload: e.bytes}
 	q := r.knownList(e.queue)
 	if q == nil || q.isPlain() {
 		return plain, e, true, nil
 	}
-	own := slices.Clone(e.bytes) // a format may work in place, and the element goes back as it was
+	own := slices.Clone(e.bytes) // a format, too, and the element goes back as it was
 	perr := guard(func() { job, err = q.format.Decode(own) })
 	if err = errors.Join(err, perr); err != nil {
 		return plain, e, true, fmt.Errorf("element of %q can't be decoded: %w", e.queue, err)

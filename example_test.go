@@ -511,8 +511,8 @@ func ExampleRecoverer_Work() {
 	check(err)
 	check(r.Start(ctx))
 	err = r.Work(ctx, queue, 1, func(_ context.Context, l *recovery.Lease) error {
-		fmt.Printf("%s\n", l.Job().Payload)
-		if string(l.Job().Payload) == "to: bob" {
+		fmt.Printf("%s\n", l.Payload())
+		if string(l.Payload()) == "to: bob" {
 			stop()
 		}
 		return nil
@@ -542,7 +542,7 @@ func ExampleRecoverer_Fetch() {
 	leases, err := r.Fetch(ctx, recovery.InOrder(urgent, normal), 10)
 	check(err)
 	for _, l := range leases {
-		fmt.Printf("%s: %s\n", l.Job().Queue, l.Job().Payload)
+		fmt.Printf("%s: %s\n", l.Job().Queue, l.Payload())
 		check(l.Done())
 	}
 	check(r.Stop(ctx))

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -54,6 +55,7 @@ type Lease struct {
 	stored     bool   // the payload lies in the PayloadStore
 	unreadable error  // why a fetched element is no job, or nil
 	parent     context.Context
+	contents   atomic.Pointer[string] // the ID of a fetched element without one, once it was asked for
 
 	mu     sync.Mutex // guards what follows; may be taken inside incarnation.mu, never the other way round
 	state  leaseState
@@ -71,8 +73,8 @@ type Lease struct {
 	err    error // what Done answers, once finished or lost
 
 	released   chan struct{} // closed when releasing has ended
-	refused    bool          // Release was called, and refused
 	cause      string        // what the handler panicked with, for the dead letter that it may become
+	refused    bool          // Release was called, and refused
 	taken      bool          // moved into the claims by this worker
 	homeless   bool          // Redis lost it while it was being given up
 	handed     bool          // its worker has tried to hand it back
@@ -81,6 +83,9 @@ type Lease struct {
 	checkpoint []byte // the last one, as Redis has it
 	saved      uint64 // number of checkpoints
 }
+
+// Payload is Job().Payload. It spares a fetched job that has no ID of its own the making of one, which is a hash of the payload.
+func (l *Lease) Payload() []byte { return l.job.Payload }
 
 // Job returns the job as it was tracked. Do not change its payload.
 func (l *Lease) Job() Job {
@@ -92,12 +97,20 @@ func (l *Lease) Job() Job {
 
 // jobID is the job's name. A fetched element without one is named by its contents, when somebody asks.
 func (l *Lease) jobID() string {
-	if l.job.ID == "" {
-		if e, err := parseElement(l.record); err == nil {
-			return contentID(e.bytes)
-		}
+	if l.job.ID != "" || !isElement(l.record) {
+		return l.job.ID
 	}
-	return l.job.ID
+	id := l.contents.Load()
+	if id == nil {
+		e, err := parseElement(l.record)
+		if err != nil {
+			return ""
+		}
+		made := contentID(e.bytes)
+		id = &made
+		l.contents.Store(id)
+	}
+	return *id
 }
 
 // ID returns the name of this run of the job. No other run, of this or any job, has the same. It is the Key of the Orphan
@@ -174,7 +187,7 @@ func (l *Lease) Done() error {
 		return err
 	}
 	if !home.await(fin) {
-		return fmt.Errorf("done with job %q: no answer from Redis within %v; it goes on", l.jobID(), 3*l.r.tm.call)
+		return fmt.Errorf("done with job %q: no answer from Redis for %v at the least; it goes on", l.jobID(), 3*l.r.tm.call)
 	}
 	if fin.err != nil && !errors.Is(fin.err, ErrLost) {
 		return fmt.Errorf("done with job %q: not confirmed by Redis, will be repeated: %w", l.jobID(), fin.err)
@@ -183,7 +196,7 @@ func (l *Lease) Done() error {
 }
 
 // beginDone has Done's write sent, by the caller itself if inline, and answers it; or nil, and what Done returns, if there is nothing to
-// write any more. then is told of the first answer, if this call is the first; it may be nil.
+// write any more. then, if there is one, is told of the answer; but not if somebody else has called Done and is told: then the write is nil, too.
 func (l *Lease) beginDone(inline bool, then func(error)) (*op, *incarnation, error) {
 	l.lockSettled()
 	fresh := l.state == leaseActive

@@ -145,8 +145,12 @@ func (r *replies) int() int64 {
 
 // bytes is nil where the script answered false.
 func (r *replies) bytes() []byte {
-	if s, ok := r.next().(string); ok {
+	v := r.next()
+	if s, ok := v.(string); ok {
 		return []byte(s)
+	}
+	if v != nil && r.err == nil {
+		r.err = fmt.Errorf("script answered %T where a string was expected", v)
 	}
 	return nil
 }

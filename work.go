@@ -59,13 +59,13 @@ type pool struct {
 
 	fetched  chan *Lease
 	freed    chan struct{} // of capacity 1: a job has ended
-	held     atomic.Int64  // fetched and not ended
+	held     atomic.Int64  // fetched, and its end is not confirmed
 	took     atomic.Int64  // ns, moving average of the handler's time; 0 before the first
 	handlers sync.WaitGroup
 }
 
-// aheadFor is how long jobs that are fetched ahead wait here, at most; and mostAhead how many there are: enough that the next page comes before they are
-// used up, and that pages are large.
+// aheadFor is how long jobs that are fetched ahead wait here, by the average of late; and mostAhead how many there are at most: enough that the next
+// page comes before they are used up, and that pages are large.
 const aheadFor = 20 * time.Millisecond
 
 func mostAhead(places int) int { return min(8*places, 2*fetchMost) }
@@ -76,7 +76,7 @@ func (p *pool) ahead() int {
 	if took == 0 { // none has ended yet
 		return 0
 	}
-	return min(p.places*int(aheadFor/took), mostAhead(p.places))
+	return int(min(int64(p.places)*int64(aheadFor/took), int64(mostAhead(p.places))))
 }
 
 // feed fetches until ctx ends or the Recoverer drains.
@@ -257,6 +257,10 @@ func (p *pool) one(l *Lease) {
 	}
 	// The next job does not wait for Redis' answer to this one's Done. Until then this one counts as fetched: so there are never more of them than Work
 	// fetches ahead.
+	if !p.r.bounds { // a client without timeouts may never answer, but Done does
+		p.confirmed(l, l.Done())
+		return
+	}
 	if fin, _, _ := l.beginDone(false, func(err error) { p.confirmed(l, err) }); fin == nil {
 		p.ended() // the handler had called Done or Release
 	}

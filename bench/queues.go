@@ -95,7 +95,7 @@ func drainRecovery(e env, concurrency int, handled func()) (func(), error) {
 	ctx, cancel := context.WithCancel(bg)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- r.Work(ctx, q, concurrency, func(context.Context, *recovery.Lease) error { handled(); return nil })
+		ended <- r.Work(ctx, q, concurrency, func(_ context.Context, l *recovery.Lease) error { _ = l.Payload(); handled(); return nil })
 	}()
 	return func() {
 		cancel()

@@ -48,6 +48,7 @@ local t = redis.call("TIME")
 local start = int(math.max(t[1] * 1000000 + t[2], tonumber(s[4] or 0) + 1))
 answer[2] = start
 local taken, bytes, failed = 0, 0, nil
+local name = base + most < 1e14 and tostring or int -- which is slower than anything else here; the other is exact up to 14 digits
 for q = 4, #KEYS, 2 do
   local arrived, queue, side, header = KEYS[q], KEYS[q + 1], ARGV[q + 1], ARGV[q + 2]
   -- What was moved to wake somebody is first in line again. Bounded: one a waiting worker.
@@ -66,7 +67,7 @@ for q = 4, #KEYS, 2 do
       taken = taken + 1
       size = math.max(size, #element)
       bytes = bytes + #element
-      local member, record = base + taken .. "", header .. element -- not by int: it is the slowest part of this loop. 14 digits are exact
+      local member, record = name(base + taken), header .. element
       records[2 * i - 1], records[2 * i] = member, record
       index[2 * i - 1], index[2 * i] = start, member
       answer[3 + taken] = record

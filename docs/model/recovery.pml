@@ -427,7 +427,7 @@ proctype Heart(byte w) {
 /* ------------------------------ the sweeper ------------------------------ */
 
 /* look: a hint. Those that live are left alone */
-#define SILENT(i) (reg[i] && !(ses[i] == LIVE && beat[i]))
+#define SILENT(i) (reg[i] && !beat[i])
 #if NJ == 1
 #define OWNDUE(w) (ses[cur[w]] == LIVE && place[T(cur[w],0)] == DUE)
 #else

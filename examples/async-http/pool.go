@@ -153,7 +153,7 @@ func (p *Pool) Shutdown(ctx context.Context) error {
 // handle runs one request, from a place to its end.
 func (p *Pool) handle(l *recovery.Lease) {
 	defer func() { <-p.places }()
-	r, err := decode(l.Job().Payload)
+	r, err := decode(l.Payload())
 	if err != nil { // Decode and Send have read it before
 		p.At(done, l, errors.Join(err, l.Done()))
 		return

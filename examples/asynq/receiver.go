@@ -59,7 +59,7 @@ func (rc *receiver) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 //
 // A panic ends the process, as in any goroutine, and its peers hand over all that it ran.
 func (rc *receiver) run(l *recovery.Lease) {
-	err := rc.handle(l.Context(), l.Job().Payload)
+	err := rc.handle(l.Context(), l.Payload())
 	if err == nil {
 		if err = l.Done(); err != nil {
 			rc.log.Warn("done, and may run again", "id", l.Job().ID, "err", err) // unless Done is repeated in time, by the library

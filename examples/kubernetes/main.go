@@ -98,7 +98,7 @@ func run(ctx context.Context, o options) error {
 	}
 	go func() {
 		err := r.Work(ctx, queue, o.concurrency, func(ctx context.Context, l *recovery.Lease) error {
-			return o.exporter.export(ctx, l.Job().Payload)
+			return o.exporter.export(ctx, l.Payload())
 		})
 		if err != nil {
 			failed <- err

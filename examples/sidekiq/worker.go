@@ -22,7 +22,7 @@ type worker struct {
 
 // run is the handler. A job ends here in one of: performed; in the sorted set retry, or dead; back in its queue.
 func (w worker) run(ctx context.Context, l *recovery.Lease) error {
-	j, err := parseJob(l.Job().Payload)
+	j, err := parseJob(l.Payload())
 	if err != nil {
 		return err // recovery.Sidekiq lets nothing through that is not a job
 	}

@@ -37,7 +37,7 @@ func main() {
 	}
 	go func() {
 		err := r.Work(ctx, queue, *concurrency, func(ctx context.Context, l *recovery.Lease) error {
-			return sender.Send(ctx, l.Job().Payload)
+			return sender.Send(ctx, l.Payload())
 		})
 		if err != nil {
 			log.Print(err)
