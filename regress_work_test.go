@@ -2,8 +2,12 @@ package recovery
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
+	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -165,4 +169,119 @@ func TestFence_byHand(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, 1, report.HandedBack)
 	})
+}
+
+// Whatever handlers, Redis and peers do: every job is done or a dead letter, nothing is left open, and Work and Stop return at once.
+func TestWork_property(t *testing.T) {
+	for seed := range uint64(15) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			inBubble(t, func(w *world) {
+				w.loadScripts()
+				dice := &dice{rnd: rand.New(rand.NewPCG(seed, 1))}
+				q := NewListQueue("jobs")
+				cfg := Config{SelfFence: dice.roll(3) == 0}
+				if dice.roll(3) == 0 {
+					cfg.MaxInflight = 1 + dice.roll(5)
+				}
+				m := w.join("a", cfg, into(q))
+				w.join("peer", Config{}, into(q))
+				var done collected[string]
+				ctx, cancel := context.WithCancel(bg)
+				defer cancel()
+				var ends []chan error
+				for range 1 + dice.roll(3) {
+					ends = append(ends, working(m, ctx, q, 1+dice.roll(6), dice.handler(&done)))
+				}
+				for i := range 200 {
+					w.push("jobs", fmt.Sprint(i))
+				}
+				for range 6 {
+					dice.harm(w, m)
+				}
+				m.faults.clear()
+				ended := map[string]bool{}
+				for range 100 { // what was refused is offered again after up to five minutes
+					time.Sleep(10 * time.Second)
+					for _, payload := range done.all() {
+						ended[payload] = true
+					}
+					letters, err := NewInspector(w.raw, w.ns).DeadLetters(bg, 0, 1000)
+					require.NoError(t, err)
+					for _, l := range letters {
+						ended[string(l.Payload)] = true
+					}
+					open := int64(len(w.queued("jobs"))) + w.raw.ZCard(bg, w.keys(m.WorkerID()).claims).Val() + int64(m.Stats().Inflight) // some come back
+					if len(ended) == 200 && open == 0 {
+						break
+					}
+				}
+				assert.Equal(t, 200, len(ended))
+				assert.Empty(t, w.queued("jobs"))
+				assert.Empty(t, w.inflight(m.WorkerID()))
+				began := time.Now()
+				cancel()
+				for _, e := range ends {
+					assert.NoError(t, <-e)
+				}
+				require.NoError(t, m.Stop(bg))
+				assert.Less(t, time.Since(began), time.Second)
+			})
+		})
+	}
+}
+
+// dice are what a schedule is made of; handlers roll them, too.
+type dice struct {
+	mu  sync.Mutex
+	rnd *rand.Rand
+}
+
+func (d *dice) roll(n int) int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.rnd.IntN(n)
+}
+
+func (d *dice) handler(done *collected[string]) func(context.Context, *Lease) error {
+	return func(_ context.Context, l *Lease) error {
+		time.Sleep(time.Duration(d.roll(30)) * time.Millisecond)
+		switch d.roll(30) {
+		case 0:
+			panic("on purpose")
+		case 1:
+			runtime.Goexit()
+		case 2:
+			_ = l.Release()
+			return nil
+		case 3:
+			if errors.Is(l.Done(), ErrLost) {
+				return nil
+			}
+		case 4:
+			go l.Done()
+		case 5:
+			time.Sleep(2 * time.Second)
+		}
+		done.add(string(l.Payload()))
+		return nil
+	}
+}
+
+// harm does something to a worker.
+func (d *dice) harm(w *world, m *member) {
+	m.faults.add(&fault{
+		mode:  []faultMode{failBefore, loseReply, twice, slow, hang}[d.roll(5)],
+		on:    []string{"commit", "fetch", "beat", "where", "", "take", "deliver"}[d.roll(7)],
+		times: 1 + d.roll(6),
+		delay: time.Duration(d.roll(3000)) * time.Millisecond,
+	})
+	time.Sleep(time.Duration(d.roll(4000)) * time.Millisecond)
+	switch k := w.keys(m.WorkerID()); d.roll(12) {
+	case 0:
+		w.fence(m.WorkerID())
+	case 1:
+		w.raw.Del(bg, k.session)
+	case 2:
+		w.raw.Del(bg, k.beat)
+	}
 }
