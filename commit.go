@@ -62,6 +62,7 @@ type lane struct {
 	unsettled []*op     // writes whose outcome is not known: to be repeated here, and nowhere else
 	dirty     bool      // the last batch's outcome is not known
 	retry     bool      // repeat now
+	starved   bool      // there was no room for the queue beside what the lane owes
 }
 
 // committer sends the ops of one incarnation.
@@ -302,14 +303,15 @@ func (c *committer) gather(l *lane) *batch {
 	b := &l.batch
 	clear(b.ops)
 	*b = batch{ops: b.ops[:0]}
-	if l.retry || len(c.queue) > 0 {
-		// First what this lane owes. A new number makes sure that the old copies are past.
-		n := 0
-		for n < len(l.unsettled) && b.add(l.unsettled[n]) {
-			n++
+	owed := 0
+	if !l.starved && (l.retry || len(c.queue) > 0) {
+		// First what this lane owes. A new number makes sure that the old copies are past. But half of the batch is for those who wait: as long as Redis
+		// can't be reached this is all that they would wait for.
+		for owed < len(l.unsettled) && owed < batchOps/2 && b.add(l.unsettled[owed]) {
+			owed++
 		}
-		l.unsettled = slices.Clone(l.unsettled[n:])
-		c.owed.Add(-int64(n))
+		l.unsettled = slices.Clone(l.unsettled[owed:])
+		c.owed.Add(-int64(owed))
 	}
 	flush := l.retry && l.dirty
 	l.retry = l.retry && len(l.unsettled) > 0
@@ -325,6 +327,7 @@ func (c *committer) gather(l *lane) *batch {
 		c.queue[0] = nil
 		c.queue = c.queue[1:]
 	}
+	l.starved = owed > 0 && len(b.ops) == owed && len(c.queue) > 0 // the next batch is theirs
 	if len(b.ops) == 0 && !flush {
 		l.free()
 		return nil

@@ -11,37 +11,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A sweeper that reads its records so slowly that its claim has run out gives back what is not its own any more: the claim of the peer that
-// has taken the lease since is made due at once, while that peer's Enqueue is under way.
-func TestHandBack_unclaimOfAPeersClaim(t *testing.T) {
-	inBubble(t, func(w *world) {
-		cfg := Config{EnqueueTimeout: time.Second, SweepInterval: 200 * time.Millisecond, OrphanThreshold: 20 * time.Second} // a claim: 3 s; a call: 10 s
-		a, b, dead := w.join("a", cfg), w.join("b", cfg), w.join("dead", cfg)
-		w.loadScripts()
-		w.track(dead, "job")
-		slowly := func(context.Context, Orphan) error { time.Sleep(900 * time.Millisecond); return nil } // EnqueueTimeout is 1 s
-		a.enq.set(slowly)
-		b.enq.set(slowly)
-		for _, m := range []*member{a, b} {
-			m.faults.add(&fault{mode: slow, on: "records", delay: 3500 * time.Millisecond})
-		}
-		dead.crash()
-		for a.faults.count("records")+b.faults.count("records") == 0 {
-			time.Sleep(10 * time.Millisecond)
-		}
-		slowOne, other := a, b
-		if b.faults.count("records") > 0 {
-			slowOne, other = b, a
-		}
-		slowOne.faults.clear() // only the first one is slow
-		other.faults.clear()
-		time.Sleep(3010 * time.Millisecond) // the claim has run out
-		go other.Sweep(bg)                  // takes it, and offers it
-		time.Sleep(time.Minute)
-		assert.Len(t, append(a.enq.called(), b.enq.called()...), 1, "nobody died, nobody refused, no call ran into its timeout: one call")
-	})
-}
-
 // Release of a job whose payload is missing in the store. Nobody refused it; before, the lease stayed the holder's, who has the payload.
 func TestHandBack_releaseBuriesForAMissingPayload(t *testing.T) {
 	inBubble(t, func(w *world) {
@@ -190,27 +159,5 @@ func TestHandBack_slowCountIsTold(t *testing.T) {
 		b.faults.clear()
 		time.Sleep(6 * time.Minute)
 		assert.Equal(t, []string{"job"}, b.enq.ids())
-	})
-}
-
-// The same, step by step.
-func TestHandBack_unclaimStepByStep(t *testing.T) {
-	inBubble(t, func(w *world) {
-		cfg := slowHeart()
-		cfg.EnqueueTimeout, cfg.SweepInterval = time.Second, time.Hour // a claim: 3 s
-		a, b, dead := w.join("a", cfg), w.join("b", cfg), w.join("dead", cfg)
-		w.track(dead, "job")
-		id := dead.WorkerID()
-		require.NoError(t, dead.fenceOwn(bg, dead.current.Load()))
-		a.faults.add(&fault{mode: slow, on: "records", delay: 3500 * time.Millisecond})
-		go a.claim(bg, id, false)
-		time.Sleep(3010 * time.Millisecond)
-		c, err := b.claim(bg, id, false)
-		require.NoError(t, err)
-		require.Len(t, c.leases, 1, "a's claim has run out: it is b's now, for 3 s")
-		time.Sleep(time.Second)
-		c, err = a.claim(bg, id, false)
-		require.NoError(t, err)
-		assert.Equal(t, verdictIdle, c.verdict, "b's claim lasts")
 	})
 }

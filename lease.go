@@ -277,7 +277,8 @@ func (l *Lease) lose(why string) bool {
 	return true
 }
 
-// giveLocked tells the holder that its own worker hands the job back, if the lease is in state from. It unlocks l.mu. loud: there is a holder
+// giveLocked tells the holder that its own worker hands the job back, if the lease is in state from. It unlocks l.mu. The caller ends the lease once it
+// answers for it: Stop may wait for that, and then looks at what is kept. loud: there is a holder
 // who loses something.
 func (l *Lease) giveLocked(from leaseState, reason Reason, loud bool) bool {
 	if l.state != from {
@@ -291,7 +292,6 @@ func (l *Lease) giveLocked(from leaseState, reason Reason, loud bool) bool {
 	if cancel != nil {
 		cancel(ErrLost)
 	}
-	l.r.ended(1)
 	if loud {
 		l.r.noteLost(l, reason.String())
 	}

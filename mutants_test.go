@@ -689,19 +689,6 @@ func TestProof_backoffIsNoFailure(t *testing.T) {
 	})
 }
 
-// A Release whose record could not be dropped is seen to the end by this worker's sweeps.
-func TestProof_releaseLeavesNoClaim(t *testing.T) {
-	inBubble(t, func(w *world) {
-		a := w.join("a", Config{})
-		l := w.track(a, "job")[0]
-		a.faults.add(&fault{mode: failBefore, on: "forget"})
-		require.NoError(t, l.Release())
-		time.Sleep(5 * time.Minute)
-		assert.Zero(t, w.raw.Exists(bg, w.keys(a.WorkerID()).claims).Val())
-		assert.Equal(t, []string{"job"}, a.enq.ids(), "once")
-	})
-}
-
 // However a Release ends, the worker knows how many leases Redis has.
 func TestProof_tallyAfterRelease(t *testing.T) {
 	for name, answer := range map[string]error{"accepted": nil, "refused": errors.New("not today"), "buried": Permanent(errors.New("never")), "lost": nil} {
@@ -768,5 +755,96 @@ func TestProof_ageOfAJob(t *testing.T) {
 		require.NoError(t, l.Release())
 		require.Len(t, ages.all(), 1)
 		assert.InDelta(t, time.Minute, ages.all()[0], float64(time.Second))
+	})
+}
+
+// elsewhere answers every write that waits for replicas that its slot has moved.
+type elsewhere struct{ replicas }
+
+type movedError struct{}
+
+func (movedError) Error() string { return "MOVED 1 127.0.0.1:1" }
+func (movedError) RedisError()   {}
+
+func (h *elsewhere) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		if cmds[len(cmds)-1].Name() != "wait" || h.n.Add(1) > 100 {
+			return next(ctx, cmds)
+		}
+		for _, c := range cmds {
+			c.SetErr(movedError{})
+		}
+		return movedError{}
+	}
+}
+
+// Redirections are followed a few times, not for ever.
+func TestProof_endlessRedirection(t *testing.T) {
+	inBubble(t, func(w *world) {
+		cfg, h := slowHeart(), &elsewhere{}
+		cfg.WaitReplicas = 1
+		a := w.join("a", cfg, func(m *member) { m.rdb.AddHook(h) })
+		_, err := a.Track(bg, Job{ID: "job"})
+		assert.ErrorContains(t, err, "MOVED")
+		assert.EqualValues(t, 6, h.n.Load())
+	})
+}
+
+// On a Cluster, where the registry is another node's, each beat enters it all the same.
+func TestProof_clusterRegistryIsRenewed(t *testing.T) {
+	t.Parallel()
+	c, rdb := startChaosCluster(t).fleet(t, "", 0)
+	r := newOn(t, rdb, &recorder{}, Config{Namespace: c.ns, HeartbeatInterval: 100 * time.Millisecond, OrphanThreshold: 5 * time.Second})
+	workers := newKeyspace(c.ns, "").workers()
+	for range 2 { // the first must not be the last
+		require.NoError(t, rdb.SRem(bg, workers, r.WorkerID()).Err())
+		require.Eventually(t, func() bool { return rdb.SIsMember(bg, workers, r.WorkerID()).Val() }, 20*time.Second, 10*time.Millisecond)
+	}
+}
+
+// Giving a job back is no crash: it is not buried for those that it had before.
+func TestProof_releaseBeyondTheLimit(t *testing.T) {
+	inBubble(t, func(w *world) {
+		a := w.join("a", Config{MaxRecoveries: 1})
+		for i := range 3 {
+			a.countCrashes(bg, time.Now().UnixMilli(), []*orphan{{Orphan: Orphan{Job: Job{ID: "job"}, Key: fmt.Sprint("x/", i)}, lease: &claimedLease{}}})
+		}
+		l := w.track(a, "job")[0]
+		_, err := a.take(bg, a.current.Load(), l.member, Released) // as Stop does, and dies: a sweep goes on
+		require.NoError(t, err)
+		time.Sleep(a.tm.claimTTL)
+		a.sweep.newPass(bg).ownClaims(a.current.Load())
+		assert.Equal(t, []string{"job"}, a.enq.ids())
+		assert.Zero(t, a.Stats().Buried)
+	})
+}
+
+// What can't be read is not given to anybody.
+func TestProof_requeueOfAnUnreadableLetter(t *testing.T) {
+	inBubble(t, func(w *world) {
+		b := w.make("b", slowHeart())
+		dead := w.orphaned(b, 1)
+		require.NoError(t, w.raw.HSet(bg, dead.keys.jobs, "1", "garbage").Err())
+		_, err := b.Sweep(bg)
+		require.NoError(t, err)
+		require.EqualValues(t, 1, b.Stats().Buried)
+		to := &recorder{}
+		assert.Error(t, NewInspector(w.raw, w.ns).Requeue(bg, leaseID(dead.id, "1"), to))
+		assert.Empty(t, to.called())
+	})
+}
+
+// The pages in which records are read become smaller when these are large.
+func TestProof_pagesOfLargeRecords(t *testing.T) {
+	inBubble(t, func(w *world) {
+		a, b := w.join("a", slowHeart()), w.make("b", slowHeart())
+		for i := range 40 {
+			_, err := a.Track(bg, Job{ID: fmt.Sprint(i), Payload: make([]byte, 100<<10)})
+			require.NoError(t, err)
+		}
+		require.NoError(t, b.fenceOwn(bg, a.current.Load()))
+		c, err := b.claim(bg, a.WorkerID(), false)
+		require.NoError(t, err)
+		assert.LessOrEqual(t, len(c.leases), 11, "a MiB, and not much more")
 	})
 }

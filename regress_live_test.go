@@ -183,3 +183,57 @@ func TestRegress_doneIsNotBounded(t *testing.T) {
 		close(gate)
 	})
 }
+
+// While Redis can't be reached nobody waits for longer than one attempt takes, however much a lane owes, and nothing is sent in a tight loop.
+func TestRegress_debtsLeaveRoomForOthers(t *testing.T) {
+	jobs := make([]Job, 200)
+	for i := range jobs {
+		jobs[i].ID = fmt.Sprint(i)
+	}
+	for name, f := range map[string]fault{"fails": {mode: failBefore}, "hangs": {mode: hang}} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(w *world) {
+				m := w.join("a", slowHeart())
+				w.loadScripts()
+				l := w.track(m, "held")[0]
+				f.on, f.times = "commit", -1
+				m.faults.add(&f)
+				for range 4 {
+					_, err := m.TrackAll(bg, jobs...)
+					require.Error(t, err)
+				}
+				before, began := m.faults.count("commit"), time.Now()
+				_, err := m.Track(bg, Job{ID: "job"})
+				require.Error(t, err)
+				require.Error(t, l.Done())
+				assert.LessOrEqual(t, m.faults.count("commit")-before, 10)
+				assert.LessOrEqual(t, time.Since(began), 5*m.tm.call)
+				m.faults.clear()
+				require.NoError(t, l.Done())
+				m.current.Load().kick()
+				time.Sleep(time.Minute)
+				assert.True(t, m.current.Load().idle())
+				assert.Empty(t, w.inflight(m.WorkerID()))
+			})
+		})
+	}
+	t.Run("tracked again", func(t *testing.T) {
+		inBubble(t, func(w *world) {
+			m := w.join("a", Config{})
+			w.loadScripts()
+			w.track(m, "held")
+			w.mini.FlushAll()
+			w.loadScripts()
+			m.faults.add(&fault{mode: failBefore, on: "commit", times: -1})
+			time.Sleep(time.Minute)
+			before, began := m.faults.count("commit"), time.Now()
+			_, err := m.Track(bg, Job{ID: "job"})
+			require.Error(t, err)
+			assert.LessOrEqual(t, m.faults.count("commit")-before, 10)
+			assert.LessOrEqual(t, time.Since(began), 2*m.tm.call)
+			m.faults.clear()
+			time.Sleep(time.Minute)
+			assert.Len(t, w.inflight(m.WorkerID()), 1)
+		})
+	})
+}

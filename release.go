@@ -117,7 +117,9 @@ func (l *Lease) Release() error {
 	case releasePending:
 		l.r.keepGiveUp(giveUp{lease: l, reason: Released})
 		l.mu.Lock()
-		l.giveLocked(leaseReleasing, Released, true)
+		if l.giveLocked(leaseReleasing, Released, true) {
+			l.r.ended(1)
+		}
 	case releaseGone:
 		l.end(ErrLost, leaseReleasing)
 		l.r.noteLost(l, Released.String())

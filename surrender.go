@@ -38,6 +38,7 @@ func (r *Recoverer) giveUp(l *Lease, reason Reason, held bool) (giveUp, bool) {
 	l.home.count(func(t *tally) { t.doneSent++ })
 	g := giveUp{lease: l, reason: reason}
 	r.keepGiveUp(g)
+	r.ended(1)
 	return g, true
 }
 
