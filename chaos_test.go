@@ -233,7 +233,7 @@ func chaosChild() (*Recoverer, chaosOrders, *book, *killer) {
 	}
 	r.waits.client, r.waits.own = dedicated(rdb) // as the first wait would
 	r.waits.client.AddHook(k)
-	context.AfterFunc(r.life, r.waits.close)
+	r.group.spawn(func() { <-r.life.Done(); r.waits.close() })
 	return r, o, b, k
 }
 

@@ -643,13 +643,12 @@ func TestFetch_auditKeepsUnsettled(t *testing.T) {
 		m := w.join("a", Config{}, into(q))
 		w.push("jobs", "a", "b")
 		m.faults.add(&fault{mode: loseReply, on: "fetch", times: 1})
-		m.faults.add(&fault{mode: failBefore, on: "fetch", times: 10}) // settling fails, too
+		m.faults.add(&fault{mode: failBefore, on: "fetch", times: -1}) // settling fails, too
 		_, err := m.Fetch(bg, q, 2)
 		require.Error(t, err)
-		inc := m.current.Load()
-		m.heart.auditDue = true
-		require.NoError(t, m.heart.auditOnce(bg, inc))
-		assert.Len(t, w.inflight(m.WorkerID()), 2)
+		require.NoError(t, w.raw.ZAdd(bg, w.keys(m.WorkerID()).inflight, z("99", 1)).Err())
+		time.Sleep(20 * time.Second)
+		assert.Equal(t, []string{"1", "2"}, w.inflight(m.WorkerID()), "the audit has removed the stray, and only that")
 		m.faults.clear()
 		time.Sleep(20 * time.Second)
 		assert.Equal(t, []string{"a", "b"}, w.queued("jobs"))

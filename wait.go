@@ -87,7 +87,7 @@ func (w *waits) enter(ctx context.Context, me *waiting, lists []*ListQueue) erro
 	}
 	if w.client == nil {
 		w.client, w.own = dedicated(w.r.rdb)
-		context.AfterFunc(w.r.life, w.close)
+		w.r.group.spawn(func() { <-w.r.life.Done(); w.close() }) // not by AfterFunc: whoever waits for the group waits for what close begins
 	}
 	for _, q := range lists {
 		m := w.moves[q.key]
