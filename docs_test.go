@@ -433,7 +433,7 @@ func TestDocs_model(t *testing.T) {
 	assert.Greater(t, names, 30)
 	assert.Contains(t, readDocument(t, "docs/verification.md").prose, fmt.Sprintf("each of %d steps with an Enqueuer and %d with a list, and of %d calls",
 		len(stepsOfTracking), len(stepsOfLists), len(stepsOfCallbacks)+len(stepsOfFormats)))
-	known := strings.Fields("BLMOVE FLUSH FLUSHALL PERCENT README RECOVERY_CHAOS SCRIPT SIGCONT SIGKILL SIGSTOP WAIT")
+	known := strings.Fields("FLUSH FLUSHALL LPUSH MIGRATE PERCENT README RECOVERY_CHAOS SCRIPT SIGCONT SIGKILL SIGSTOP")
 	for _, word := range regexp.MustCompile(`\b[A-Z][A-Z_]{3,}\b`).FindAllString(readDocument(t, "docs/verification.md").prose, -1) {
 		assert.Contains(t, known, word, "a figure that was never filled in?")
 	}
