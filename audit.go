@@ -97,6 +97,21 @@ func (h *heartbeater) places(ctx context.Context, inc *incarnation, leases []*Le
 	return all, nil
 }
 
+// spot is where a lease should be in Redis.
+type spot struct {
+	home   *incarnation
+	member string
+	fetch  uint64 // number of the Fetch that took it from its list, or 0
+}
+
+func spots(leases []*Lease) []spot {
+	all := make([]spot, len(leases))
+	for i, l := range leases {
+		all[i], _ = l.place()
+	}
+	return all
+}
+
 // where asks Redis for the session's state and the place of each lease.
 func (r *Recoverer) where(ctx context.Context, inc *incarnation, leases ...spot) (session int64, places []int64, err error) {
 	keys := []string{inc.keys.session, inc.keys.inflight, inc.keys.jobs, inc.keys.claims, inc.keys.handed}

@@ -385,21 +385,6 @@ func (l *Lease) checkpointFields() []any {
 	return []any{l.member + checkpointField, l.checkpoint, l.member + numberField, l.saved}
 }
 
-// spot is where a lease should be in Redis.
-type spot struct {
-	home   *incarnation
-	member string
-	fetch  uint64 // number of the Fetch that took it from its list, or 0
-}
-
-func spots(leases []*Lease) []spot {
-	all := make([]spot, len(leases))
-	for i, l := range leases {
-		all[i], _ = l.place()
-	}
-	return all
-}
-
 // place is where Redis has the lease, and whether this worker moved it into the claims.
 func (l *Lease) place() (at spot, taken bool) {
 	l.mu.Lock()
