@@ -344,6 +344,7 @@ type fault struct {
 	mode  faultMode
 	on    string // script's stem or command in lower case; "" for all
 	times int    // -1: always
+	after int    // so many calls pass first
 	delay time.Duration
 
 	between func() // twice: called between the two
@@ -396,6 +397,10 @@ func (f *faults) match(names []string) *fault {
 	f.calls = append(f.calls, names...)
 	for _, r := range f.rules {
 		if r.times != 0 && (r.on == "" || slices.Contains(names, r.on)) {
+			if r.after > 0 {
+				r.after--
+				continue
+			}
 			if r.times > 0 {
 				r.times--
 			}

@@ -16,26 +16,6 @@ import (
 
 // Each of these fails for a change of one line that no other test noticed.
 
-// failNth fails the nth call of a script.
-type failNth struct {
-	name string
-	left atomic.Int64
-}
-
-func (f *failNth) DialHook(next redis.DialHook) redis.DialHook { return next }
-func (f *failNth) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
-	return next
-}
-func (f *failNth) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
-	return func(ctx context.Context, cmd redis.Cmder) error {
-		if nameOf(cmd) == f.name && f.left.Add(-1) == 0 {
-			cmd.SetErr(errInjected)
-			return errInjected
-		}
-		return next(ctx, cmd)
-	}
-}
-
 // orphaned gives a world in which n jobs of a dead worker wait for b, who sweeps only when asked.
 func (w *world) orphaned(b *member, n int) (dead *incarnation) {
 	w.t.Helper()
@@ -211,11 +191,10 @@ func TestProof_recoversItselfSoon(t *testing.T) {
 // A claim ahead that fails is told, and what it did not take is claimed again.
 func TestProof_claimAheadFails(t *testing.T) {
 	inBubble(t, func(w *world) {
-		fail := &failNth{name: "claim"}
-		b := w.make("b", slowHeart(), func(m *member) { m.rdb.AddHook(fail) })
+		b := w.make("b", slowHeart())
 		w.orphaned(b, claimLeases+50)
 		w.loadScripts()
-		fail.left.Store(2)
+		b.faults.add(&fault{mode: failBefore, on: "claim", after: 1})
 		report, err := b.Sweep(bg)
 		assert.ErrorIs(t, err, errInjected)
 		assert.Equal(t, claimLeases+50, report.HandedBack)
@@ -566,10 +545,9 @@ func TestProof_readingAClaim(t *testing.T) {
 	})
 	t.Run("a page fails", func(t *testing.T) {
 		inBubble(t, func(w *world) {
-			second := &failNth{name: "records"}
-			b := w.make("b", slowHeart(), func(m *member) { m.rdb.AddHook(second) })
+			b := w.make("b", slowHeart())
 			dead := w.orphaned(b, 10)
-			second.left.Store(2)
+			b.faults.add(&fault{mode: failBefore, on: "records", after: 1})
 			c, err := b.claim(bg, dead.id, false)
 			require.NoError(t, err)
 			require.Len(t, c.leases, 10)

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -17,56 +16,62 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// deafTo is a client without timeouts some of whose commands never get an answer.
-type deafTo struct {
-	on   string
-	left atomic.Int64
-	free chan struct{}
-}
-
-func (d *deafTo) DialHook(next redis.DialHook) redis.DialHook { return next }
-
-func (d *deafTo) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
-	return func(ctx context.Context, cmd redis.Cmder) error {
-		if nameOf(cmd) == d.on && d.left.Add(-1) >= 0 {
-			<-d.free
-			cmd.SetErr(errInjected)
-			return errInjected
-		}
-		return next(ctx, cmd)
-	}
-}
-
-func (d *deafTo) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
-	return next
-}
-
 // One connection that hangs does not stop Work, with whatever client.
 func TestWork_behindAHangingDone(t *testing.T) {
 	inBubble(t, func(w *world) {
 		w.loadScripts()
 		q := NewListQueue("jobs")
-		hook := &deafTo{on: "commit", free: make(chan struct{})}
-		m := w.join("a", Config{}, into(q), func(m *member) {
-			m.rdb.Close()
-			m.rdb = redis.NewClient(&redis.Options{Addr: "127.0.0.1:6379", ReadTimeout: -1, PoolSize: 1000,
-				Dialer: func(ctx context.Context, _, _ string) (net.Conn, error) { return w.dial(ctx) }})
-			m.rdb.AddHook(m.faults)
-			m.rdb.AddHook(hook)
-		})
-		require.False(t, m.bounds)
+		m := w.join("a", Config{}, into(q))
+		m.bounds = false // as with a client that has no timeouts
+		gate := make(chan struct{})
+		m.rdb.AddHook(&deaf{gate: gate, once: "commit"})
 		ctx, cancel := context.WithCancel(bg)
 		defer cancel()
 		var runs atomic.Int64
 		ended := working(m, ctx, q, 1, func(context.Context, *Lease) error { time.Sleep(time.Second); runs.Add(1); return nil })
-		hook.left.Store(1)
 		w.push("jobs", "a", "b", "c")
 		time.Sleep(10 * time.Minute)
 		assert.EqualValues(t, 3, runs.Load())
-		close(hook.free)
+		close(gate)
 		cancel()
 		assert.NoError(t, <-ended)
 	})
+}
+
+// A worker that dies before its Dones are confirmed, or after they were executed, has nothing lost: what Redis did not get comes back.
+func TestWork_diesBeforeDoneIsConfirmed(t *testing.T) {
+	for name, f := range map[string]fault{"not sent": {mode: hang}, "executed": {mode: loseReply}} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(w *world) {
+				w.loadScripts()
+				q := NewListQueue("jobs")
+				m := w.join("a", Config{}, into(q))
+				w.join("peer", Config{}, into(q))
+				var runs collected[string]
+				ctx, cancel := context.WithCancel(bg)
+				ended := working(m, ctx, q, 1, func(_ context.Context, l *Lease) error { runs.add(string(l.Payload())); return nil })
+				w.push("jobs", "warm up")
+				time.Sleep(time.Second)
+				f.on, f.times = "commit", -1
+				m.faults.add(&f)
+				w.push("jobs", "a", "b", "c")
+				time.Sleep(100 * time.Millisecond)
+				ran := runs.all()[1:]
+				require.Greater(t, len(ran), 1, "it went on")
+				m.crash()
+				time.Sleep(time.Minute)
+				back := w.queued("jobs")
+				if name == "not sent" {
+					assert.Equal(t, []string{"a", "b", "c"}, back)
+				} else {
+					assert.Empty(t, back)
+				}
+				assert.Empty(t, w.inflight(m.WorkerID()))
+				cancel()
+				assert.NoError(t, <-ended)
+			})
+		})
+	}
 }
 
 // Leases are named by numbers, however large.
